@@ -17,7 +17,7 @@ from memplan.capture.capturable import model_device
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.config import ConfigLike
-from memplan.errors import BudgetInfeasible
+from memplan.errors import BudgetInfeasible, Refused, or_raise
 from memplan.installed.checkpointing import checkpointing_off
 from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
@@ -240,9 +240,9 @@ def _first_step(
     """The step for the sample. plan: which it runs; less_bytes: the floor of the plan before, for fewer outputs."""
     with planner.looking():
         if plan is not None:
-            return planner.adopt(sample, plan)
+            return or_raise(planner.adopt(sample, plan))
         try:
-            return planner.step(sample, share=share)
+            return or_raise(planner.step(sample, share=share))
         except BudgetInfeasible as error:
             raise _with_floor_of_fewer_outputs(error, less_bytes) from None
 
@@ -312,6 +312,13 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     shards, keep_frozen, arena, kernels, random, on_infeasible and surroundings, as for `apply`, which says what they
     are and what they raise.
     """
+    return or_raise(plan_or_refusal(model, sample, budget, **settings))
+
+
+def plan_or_refusal(
+    model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **settings: Any
+) -> Plan | Refused:
+    """What `plan` returns or raises, as a result."""
     _refuse_other_kinds(model)
     budget = _named(budget, model, settings.get("device"))
     with _to_look_at(model, _settings("plan", model, budget, settings, but=("dynamic",))) as planner:
@@ -327,7 +334,7 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     _refuse_other_kinds(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
     with _to_look_at(model, _settings("explore", model, None, settings, without)) as planner:
-        return planner.explore(sample)
+        return or_raise(planner.explore(sample))
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.api import plan
+from memplan.api import plan_or_refusal
 from memplan.capture.capturable import model_device
 from memplan.capture.trace.call import CallReader, Sample
-from memplan.errors import BudgetInfeasible
+from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.largest import PlanAt, largest_that_fits
 from memplan.plans.plan import Plan
@@ -136,12 +136,15 @@ def _planned(
     tried: dict[int, Plan],
 ) -> Plan | BudgetInfeasible:
     """The plan at a size, which is noted in `tried`, or the refusal."""
-    if size not in tried:
-        try:
-            tried[size] = plan(model, _sample(make_sample, size), limit_bytes, **{"on_infeasible": "raise", **settings})
-        except BudgetInfeasible as error:
-            return error.with_traceback(None)
-    return tried[size]
+    if size in tried:
+        return tried[size]
+    options = {"on_infeasible": "raise", **settings}
+    found = plan_or_refusal(model, _sample(make_sample, size), limit_bytes, **options)
+    if isinstance(found, UnsupportedModel):
+        raise found
+    if isinstance(found, Plan):
+        tried[size] = found
+    return found
 
 
 def longest_sequence(

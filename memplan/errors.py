@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
+
+_T = TypeVar("_T")
 
 
 class MemplanError(Exception):
     """Base class of every error below."""
+
+
+def or_raise(found: _T | MemplanError) -> _T:
+    """What was found. Raises it if it is an error, which layers hand on as a result."""
+    if isinstance(found, MemplanError):
+        raise found
+    return found
 
 
 class UnsupportedModel(MemplanError):
@@ -67,6 +77,9 @@ class BudgetInfeasible(MemplanError, RuntimeError):
         return BudgetInfeasible(
             f"{self}{more}", self.floor_bytes, self.floor_overhead, self.baseline_time_s, (*self.remedies, *remedies)
         )
+
+
+Refused = BudgetInfeasible | UnsupportedModel  # what the planning layers return in place of a plan or a step
 
 
 class IllegalSchedule(MemplanError):

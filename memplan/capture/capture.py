@@ -153,7 +153,7 @@ def capture(
         without_collections(),
         contextlib.nullcontext() if shards is None else shards.tracing(),
         private.outside_of_tracing(),  # dispatch modes of the caller see planned ops when these run
-        made.kept_in(),
+        made,
     ):
         run = contextvars.copy_context().run  # context variables that forward sets stay as they are
         captured = run(_capture, model, forward, sample, options, made)
@@ -241,12 +241,10 @@ def _settled_trace(
         )
         memory.undo()
         attributes.spoil(thing)
-        try:
-            raw = _trace_noting_reads(reads, request)
-        except UnsupportedModel:
-            raise refusal from None
-        if _seen_of(raw) != seen_before or attributes.changes() != settled:
+        again = _trace_once_more(reads, request)
+        if again is None or _seen_of(again) != seen_before or attributes.changes() != settled:
             raise refusal
+        raw = again
     if settled:
         memory.undo()
         first, raw = raw, _trace_noting_reads(reads, request)
@@ -261,8 +259,9 @@ def _settled_trace(
             return raw, settled, ()
         counters, seen_before = attributes.counters(settled, now), _seen_of(raw)
         memory.undo()
-        with attributes.counting(counters) as is_right, contextlib.suppress(TypeError, UnsupportedModel):
-            if counters and _seen_of(_trace_noting_reads(reads, request)) == seen_before and is_right():
+        with attributes.counting(counters) as is_right, contextlib.suppress(TypeError):
+            again = _trace_once_more(reads, request) if counters else None
+            if again is not None and _seen_of(again) == seen_before and is_right():
                 return raw, tuple(s for s, n in zip(settled, now, strict=True) if s == n), counters
         raise Refusal(
             f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
@@ -312,6 +311,14 @@ def _trace_noting_reads(reads: AttributeReads, request: TraceRequest) -> RawTrac
     """A trace. The attributes that it reads are noted."""
     with reads.listening():
         return trace_step(request)
+
+
+def _trace_once_more(reads: AttributeReads, request: TraceRequest) -> RawTrace | None:
+    """The trace of a later run of forward; None if it is refused."""
+    try:
+        return _trace_noting_reads(reads, request)
+    except UnsupportedModel:
+        return None
 
 
 def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:

@@ -59,18 +59,18 @@ def _outcome(run: Callable[[argparse.Namespace], Outcome], given: argparse.Names
     """What the command gives, or what is wrong with what it was given."""
     try:
         return run(given)
-    except Mistake as mistake:
-        return _refusal(mistake)
-    except InvalidPlanFile as error:
-        return _refusal(Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE"))
-    except MemplanError as error:
-        return _refusal(
-            Mistake(
-                "the step can't be planned",
-                str(error),
-                "change what is named there, or give a function that makes model and sample: path/file.py:build",
-            )
-        )
+    except (Mistake, MemplanError) as error:
+        return _refusal(error if isinstance(error, Mistake) else _mistake_of(error))
+
+
+def _mistake_of(error: MemplanError) -> Mistake:
+    if isinstance(error, InvalidPlanFile):
+        return Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE")
+    return Mistake(
+        "the step can't be planned",
+        str(error),
+        "change what is named there, or give a function that makes model and sample: path/file.py:build",
+    )
 
 
 def _refusal(mistake: Mistake) -> Outcome:

@@ -78,9 +78,9 @@ def errors_of_the_model() -> Iterator[None]:
     """A context in which errors that the model's own forward raises are mistakes of the user."""
     try:
         yield
-    except MemplanError:
-        raise
     except Exception as error:
+        if isinstance(error, MemplanError):
+            raise
         said = f"{type(error).__name__}: {error}"
         raise Mistake("the step fails", said, "run the model on the sample without memplan, and mend it") from error
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, UnsupportedModel
+from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused, or_raise
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.installed.known_steps import KnownSteps, Mismatches
 from memplan.installed.voice import Voice
@@ -95,12 +95,12 @@ class StepChoice:
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:
         """The step that goes on with this call in the place of `before`."""
-        return self.in_place_of(before, self._known_step(call) or self._planned(call))
+        return self.in_place_of(before, self._known_step(call) or or_raise(self._planned(call)))
 
     def _step_for(self, call: Call) -> ServingStep:
         if self.agreement is None:
-            return self._known_step(call) or self._planned(call)
-        return self._agreed(call, self.agreement, lambda share: self._planned(call, share))
+            return self._known_step(call) or or_raise(self._planned(call))
+        return self._agreed(call, self.agreement, lambda share: or_raise(self._planned(call, share)))
 
     def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], ServingStep]) -> ServingStep:
         """The step that this rank runs, or prepares while other ranks do. plan: makes one where there is none."""
@@ -143,8 +143,8 @@ class StepChoice:
         same = (s for s in whole if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
 
-    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> ServingStep:
-        """A new step.
+    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> ServingStep | Refused:
+        """A new step, or why there is none.
 
         share: exchanges plans with the other ranks of a group. counting: the planner counts gradients of earlier steps
         now.
@@ -168,23 +168,17 @@ class StepChoice:
             )  # fmt: skip
         began_s = time.monotonic()
 
-        def plan() -> ServingStep:
+        def plan() -> ServingStep | Refused:
             return self._in_few_ways(lambda: self._new_step(call, known, share, mismatches))
 
         with self.planning():
-            try:
-                step = plan() if unsteady is None else self._without(unsteady, plan)
-            except NothingToTrain as error:
-                if not self.alone:
-                    raise
-                log.info("such calls run unplanned, because %s", error)
+            step = plan() if unsteady is None else self._without(unsteady, plan)
+            if isinstance(step, NothingToTrain) and self.alone:
+                log.info("such calls run unplanned, because %s", step)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
-            except BudgetInfeasible as error:
-                longest = self._longest(call, mismatches)
-                if longest is None:
-                    raise
-                raise error.saying(f". {longest}") from None
-            return self.add(step, time.monotonic() - began_s)
+            if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
+                return step.saying(f". {longest}")
+            return step if isinstance(step, Refused) else self.add(step, time.monotonic() - began_s)
 
     def _start(self, call: Call, mismatches: Mismatches) -> tuple[Sequence[ServingStep], str]:
         """The steps that planning begins with, and why no known step serves the call.
@@ -215,11 +209,12 @@ class StepChoice:
         is_size = any(value in step.key.lines_of_sizes for step in self.known.whole())
         return value if self._moved[value] == (_MOST_RANGES if is_size else _MOST_VALUES) else None
 
-    def _without(self, unsteady: str, plan: Callable[[], ServingStep]) -> ServingStep:
+    def _without(self, unsteady: str, plan: Callable[[], ServingStep | Refused]) -> ServingStep | Refused:
         """A new step that does not depend on an unsteady value, or if there is none, a step that does."""
         self.planner.capturing.depend_no_more_on(unsteady)
-        step = _unless_refused(plan, f"each value of {unsteady} gets a plan")
-        if step is None:
+        step = plan()
+        if isinstance(step, Refused):
+            log.info("each value of %s gets a plan, because %s", unsteady, step)
             self.planner.capturing.depend_again_on(unsteady)
             return plan()
         self.known.keep(lambda known: not isinstance(known, PlannedStep) or not known.key.depends_on({unsteady}))
@@ -229,14 +224,15 @@ class StepChoice:
         )  # fmt: skip
         return step
 
-    def _in_few_ways(self, plan: Callable[[], ServingStep]) -> ServingStep:
+    def _in_few_ways(self, plan: Callable[[], ServingStep | Refused]) -> ServingStep | Refused:
         """A new step. Once a call has taken too many branches, the step serves all of them, if it can."""
         capturing, declined = self.planner.capturing, self.known.declined
         if len(declined) < _MOST_BRANCHES or not capturing.decides or not self.voice.is_first("ways"):
             return plan()
         capturing.decide(False)
-        step = _unless_refused(plan, "each way of such calls gets a plan")
-        if step is None:
+        step = plan()
+        if isinstance(step, Refused):
+            log.info("each way of such calls gets a plan, because %s", step)
             capturing.decide(True)
             return plan()
         self.known.keep(lambda known: all(known is not other for other, _ in declined))
@@ -247,7 +243,7 @@ class StepChoice:
 
     def _new_step(
         self, call: Call, known: Sequence[ServingStep], share: Share | None, mismatches: Mismatches
-    ) -> ServingStep:
+    ) -> ServingStep | Refused:
         """A new step for a call. If it can, it serves calls of other sizes too."""
         same = next(self.known.of_same_kind(call, mismatches), None)
         if same is not None:
@@ -314,7 +310,7 @@ class StepChoice:
 
         def planned(share: Share | None = None) -> ServingStep:
             with self.planning():
-                return self.add(self._new_step(call, (), share, {}))
+                return self.add(or_raise(self._new_step(call, (), share, {})))
 
         if self.agreement is None:
             with errors_of_forward():
@@ -355,15 +351,16 @@ class StepChoice:
         peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.known.all)
         return next((why for s, peak in peaks if (why := self._held.beyond(s, peak, limit_bytes)) is not None), None)
 
-    def _planned_with_gradients(self, call: Call) -> ServingStep:
+    def _planned_with_gradients(self, call: Call) -> ServingStep | Refused:
         """A new step whose plan counts gradients of earlier steps; where none fits, one that does not count them."""
         why = self._why_no_room()
-        try:
-            with self.planner.limits.counting_held_gradients():
-                step = self._planned(call, counting=True)
-        except BudgetInfeasible as error:
-            self._tell_of_gradients(why or str(error))
+        with self.planner.limits.counting_held_gradients():
+            step = self._planned(call, counting=True)
+        if isinstance(step, BudgetInfeasible):
+            self._tell_of_gradients(why or str(step))
             return self._known_step(call) or self._planned(call)
+        if isinstance(step, Refused):
+            return step
         self._held.are_counted_from_now_by(step, self.known.all)
         if why is not None:
             self.voice.warn({"planned with gradients": f"planned again, because {why}"})
@@ -401,15 +398,6 @@ class StepChoice:
     def tell_once(self, subject: str, around: str) -> None:
         """Warn once that the model runs unplanned under something that is around the call."""
         self.voice.warn({subject: f"the model runs unplanned under {around}"})
-
-
-def _unless_refused(plan: Callable[[], ServingStep], instead: str) -> ServingStep | None:
-    """A new step; None, and a line in the log, if it is refused. instead: what is done then."""
-    try:
-        return plan()
-    except (BudgetInfeasible, UnsupportedModel) as error:
-        log.info("%s, because %s", instead, error)
-        return None
 
 
 def _seconds(step: ServingStep) -> float:

@@ -12,10 +12,10 @@ import torch
 from memplan import torch_private as private
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Varying
-from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal, way_of
+from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.errors import MemplanError, PlanMismatch
+from memplan.errors import PlanMismatch, Refused, or_raise
 from memplan.installed.choice import StepChoice
 from memplan.installed.comparison import Comparison
 from memplan.logs import log
@@ -75,7 +75,7 @@ class Recovery:
                     pass
                 elif not isinstance(problem, PlanMismatch):
                     self.prepare_replan(problem, step, repeats)
-                    other = self._planned_for(step, call, tangents, state.autocast)
+                    other = or_raise(self._planned_for(step, call, tangents, state.autocast))
                 elif not repeats or self._choice.on_mismatch == "raise":
                     raise PlanMismatch(f"{problem}. {self._why_not_again(step, changed)}")
                 else:
@@ -130,18 +130,17 @@ class Recovery:
             if other.forward_ops(call) == step.forward_ops(call):
                 return other
         log.info("planning, because %s", problem)
-        try:
-            other = self._planned_for(step, call, tangents, backward, self._choice.may_vary(call))
-        except MemplanError as error:
-            raise PlanMismatch(f"{problem}. A plan for that fails, because {error}") from error
-        planned_bytes, needed_bytes = step.plan.floor_bytes, other.plan.floor_bytes
+        planned = self._planned_for(step, call, tangents, backward, self._choice.may_vary(call))
+        if isinstance(planned, Refused):
+            raise PlanMismatch(f"{problem}. A plan for that fails, because {planned}") from planned
+        planned_bytes, needed_bytes = step.plan.floor_bytes, planned.plan.floor_bytes
         if needed_bytes < planned_bytes:
             log.info(
                 "such steps can do with %s (%d bytes), those that were planned with %s (%d bytes); loss_fn= "
                 "has them planned for the loss alone",
                 format_bytes(needed_bytes), needed_bytes, format_bytes(planned_bytes), planned_bytes,
             )  # fmt: skip
-        return other
+        return planned
 
     def _planned_for(
         self,
@@ -150,7 +149,7 @@ class Recovery:
         tangents: dict[int, torch.Tensor],
         backward: Autocast | None,
         may_vary: Varying = frozenset(),
-    ) -> PlannedStep:
+    ) -> PlannedStep | Refused:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
 
         may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
@@ -158,15 +157,15 @@ class Recovery:
         choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
         known = Varying() if step.sized is None else choice.varying(step, call)
         for varying in dict.fromkeys((known or may_vary, Varying())):
-            try:
-                with choice.planning():
-                    other = choice.planner.step_for(call, layouts, backward, seen, choice.known.all, varying)
-            except Refusal as error:
-                if not isinstance(error.way, OtherResults) or not varying:
-                    raise
+            with choice.planning():
+                other = choice.planner.step_for(call, layouts, backward, seen, choice.known.all, varying)
+            if isinstance(way_of(other), OtherResults) and varying:
                 continue  # what ops give at other sizes nobody knows
+            if isinstance(other, Refused):
+                return other
             if other.forward_ops(call) == step.forward_ops(call):
                 break
+        assert isinstance(other, PlannedStep)
         choice.add(other)
         return other
 

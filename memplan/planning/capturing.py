@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
-from memplan.capture.ops.sizes import FROM_DATA, Varying, without_numbers
+from memplan.capture.ops.sizes import FROM_DATA, DataSize, Dimension, Varying, all_sizes, without_numbers
 from memplan.capture.ops.ways import TakeBranches, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
@@ -34,6 +35,8 @@ from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
+
+_CapturedFor = Callable[[Mapping[int, GradientLayout] | None, Varying], Capture | UnsupportedModel]
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -115,8 +118,8 @@ class Capturing:
         dry: bool = False,
         varying: Varying = frozenset(),
         like: Mapping[int, GradientLayout] | None = None,
-    ) -> Capture:
-        """The captured step.
+    ) -> Capture | UnsupportedModel:
+        """The captured step, or why there is none.
 
         - tangents: outputs at which gradients arrive, with their layouts.
         - backward: the autocast that backward runs under.
@@ -126,36 +129,86 @@ class Capturing:
           captured for this call's alone.
         - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
+        captured = functools.partial(self._captured, sample, backward, seen, dry)
         for sizes in dict.fromkeys((varying, without_numbers(varying), without_numbers(varying) - {FROM_DATA})):
             if not sizes or self._refused >= _MOST_TRIES:
                 continue
-            try:
-                captured = self._captured(sample, tangents or like, backward, seen, dry, sizes)
-                assert captured.traced.sizes is not None
-                arriving = _arriving(captured.traced) if tangents or like else None
-                for_one = self._captured(sample, arriving, backward, seen, dry, frozenset())
-                if not _is_at_its_sizes(captured.traced, for_one.traced):
-                    raise UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
+            found = self._for_all(captured, tangents or like, sizes)
+            if isinstance(found, Capture):
                 self._refused = 0
-                for place in captured.traced.sizes.fixed:
-                    log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
+                return found
+            if isinstance(found, NothingToTrain) or isinstance(way_of(found), TakeBranches):
+                return found
+            self._refused += not isinstance(found, private.FixedSize)
+            log.info("such calls are planned for each size, because %s", found)
+        return captured(tangents, Varying())
+
+    def declared(self, call: Call) -> Varying:
+        """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
+        dynamic = self._settings.dynamic
+        if dynamic == "all":
+            return all_sizes(call.tensors)
+        found = set()
+        for name, ranges in dynamic.items() if isinstance(dynamic, Mapping) else ():
+            for index in ranges:
+                position = call.names.index(name) if name in call.names else -1
+                if position < 0 or not -call.tensors[position].dim() <= index < call.tensors[position].dim():
+                    raise ValueError(
+                        f"dynamic= names dimension {index} of {name!r}; tensors are {', '.join(call.names)}"
+                    )
+                found.add(Dimension(position, index % call.tensors[position].dim()))
+        return frozenset(found)
+
+    def at_largest(self, captured: Capture) -> Capture:
+        """The captured step at the largest sizes of which the user says that they occur."""
+        dynamic, traced = self._settings.dynamic, captured.traced
+        if not isinstance(dynamic, Mapping) or traced.sizes is None:
+            return captured
+        names, most = captured.call.names, []
+        for source, here in zip(traced.sizes.sources, traced.sizes.here, strict=True):
+            if isinstance(source, DataSize) or source.is_stride:  # nobody says how large they get
                 return captured
-            except (UnsupportedModel, private.FixedSize) as error:
-                if isinstance(error, NothingToTrain) or isinstance(way_of(error), TakeBranches):
-                    raise
-                self._refused += isinstance(error, UnsupportedModel)
-                log.info("such calls are planned for each size, because %s", error)
-        return self._captured(sample, tangents, backward, seen, dry, frozenset())
+            ranges = dynamic.get(names[source.tensor], {})
+            dims = captured.call.tensors[source.tensor].dim()
+            bounds = {index % dims: high for index, (_, high) in ranges.items()}
+            most.append(bounds.get(source.index, here))
+        numbers = tuple(most)
+        broken = traced.sizes.mismatch(numbers)
+        if broken is not None:
+            log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
+            return captured
+        pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
+        tensors = [
+            t.new_zeros(()).expand(shape).contiguous().requires_grad_(t.requires_grad) for t, (shape, _) in pairs
+        ]
+        return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
+
+    def _for_all(
+        self, captured_for: _CapturedFor, tangents: Mapping[int, GradientLayout] | None, varying: Varying
+    ) -> Capture | UnsupportedModel:
+        """The step for all sizes, compared with the one for this size."""
+        captured = captured_for(tangents, varying)
+        if isinstance(captured, UnsupportedModel):
+            return captured
+        assert captured.traced.sizes is not None
+        for_one = captured_for(_arriving(captured.traced) if tangents else None, Varying())
+        if isinstance(for_one, UnsupportedModel):
+            return for_one
+        if not _is_at_its_sizes(captured.traced, for_one.traced):
+            return UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
+        for place in captured.traced.sizes.fixed:
+            log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
+        return captured
 
     def _captured(
         self,
         sample: Sample | Call,
-        tangents: Mapping[int, GradientLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
         dry: bool,
+        tangents: Mapping[int, GradientLayout] | None,
         varying: Varying,
-    ) -> Capture:
+    ) -> Capture | UnsupportedModel:
         settings = self._settings
         options = CaptureOptions(
             loss_fn=settings.loss_fn, device=self._placement.device, tangents=tangents, shards=settings.shards,
@@ -170,30 +223,26 @@ class Capturing:
         loop = TraceLoop(
             self._model, self._forward, sample, options, self._known, once, self.decides and is_real, looks
         )
-        try:
-            captured = loop.captured()
-        except UnsupportedModel as error:
+        captured = loop.captured()
+        if isinstance(captured, UnsupportedModel):
             if looks and not varying:
-                self._raise_own(error, sample)
-            raise
+                self._raise_own(captured, sample)
+            return captured
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
             captured = captured.changed(_as_cuda_allocates)
-        return captured if settings.update == "step" else self._with_updates(captured)
+        captured = captured if settings.update == "step" else self._with_updates(captured)
+        return self._placement.homed(captured)
 
     def _raise_own(self, refusal: UnsupportedModel, sample: Sample | Call) -> None:
         """Raise ForwardFails if a trace has stopped at an error that forward raises without a plan too."""
         cause = refusal.__cause__
         if cause is None or self._known.compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
             return
-        try:
-            self._one_forward(sample)
-        except UnsupportedModel:
-            return
-        except ForwardFails as failure:
-            if type(failure.error) is type(cause):
-                raise
+        found = self._one_forward(sample)
+        if isinstance(found, ForwardFails) and type(found.error) is type(cause):
+            raise found
 
     def _with_updates(self, captured: Capture) -> Capture:
         """The capture where parameters are updated in the middle of backward."""
@@ -214,9 +263,14 @@ class Capturing:
         """The call that a sample stands for."""
         return sample if isinstance(sample, Call) else CallReader(self._run).read_sample(sample)
 
-    def _one_forward(self, sample: Sample | Call, islands: Islands = NO_ISLANDS) -> OneForward:
-        """Run forward where its parameters are, to see what it does beside islands. Raises ForwardFails."""
-        return contextvars.copy_context().run(self._forward_once, sample, islands)
+    def _one_forward(
+        self, sample: Sample | Call, islands: Islands = NO_ISLANDS
+    ) -> OneForward | ForwardFails | UnsupportedModel:
+        """Run forward where its parameters are, to see what it does beside islands; or what goes wrong in it."""
+        try:
+            return contextvars.copy_context().run(self._forward_once, sample, islands)
+        except (UnsupportedModel, ForwardFails) as error:
+            return error.with_traceback(None)
 
     def _forward_once(self, sample: Sample | Call, islands: Islands) -> OneForward:
         model, run, device = self._model, self._run, self._placement.device

@@ -10,7 +10,7 @@ from typing import Any
 from memplan.capture.capture import Capture
 from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_needs
-from memplan.errors import BudgetInfeasible, MemplanError
+from memplan.errors import BudgetInfeasible, MemplanError, Refused, or_raise
 from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -26,7 +26,10 @@ from memplan.runtime.ranks.agreement import Share
 
 
 class GroupPlans:
-    """Gets plans of one model's steps together with the other ranks that train it."""
+    """Gets plans of one model's steps together with the other ranks that train it.
+
+    Refusals are raised, because errors of one rank are raised on all.
+    """
 
     def __init__(
         self, settings: Settings, limits: Limits, placement: Placement, plans: PlanSearch, without: WithoutSearch
@@ -35,7 +38,7 @@ class GroupPlans:
         self._plans, self._without_search = plans, without
 
     def shared(
-        self, captured: Capture, provisional: bool, share: Share, make: Callable[[], tuple[Plan, bool]]
+        self, captured: Capture, provisional: bool, share: Share, make: Callable[[], tuple[Plan | Refused, bool]]
     ) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional. One rank makes it for all with equal steps, devices and settings.
 
@@ -46,8 +49,9 @@ class GroupPlans:
         own: list[tuple[Plan, bool]] = []
 
         def packed(figures: Sequence[Any]) -> bytes:
-            own.append(make())
-            plan, provisional = own[0]
+            found, provisional = make()
+            plan = or_raise(found)
+            own.append((plan, provisional))
             return bytes([provisional]) + plan_to_bytes(plan)
 
         limit = self._limits.known_bytes
@@ -66,7 +70,6 @@ class GroupPlans:
         It fits the budget of each of the ranks whose steps differ by sizes alone. Where other ranks have steps of
         another structure, all take the schedule of those whose steps are the largest.
 
-        - captured: with its parameters where they live.
         - known: steps that there are.
         - share: exchanges plans with the other ranks.
         - problem: gives the problem of the captured step.
@@ -86,7 +89,7 @@ class GroupPlans:
             if of_all:
                 log.info("batches of %d ranks differ in size; one schedule serves them", len(of_all))
                 return plan_to_bytes(self._for_uneven(own(), of_all, known))
-            return plan_to_bytes(self._in_order(own(), known))
+            return plan_to_bytes(or_raise(self._in_order(own(), known)))
 
         host_budget = self._placement.host_budget
         kind = (
@@ -112,7 +115,7 @@ class GroupPlans:
             raise MemplanError("what the schedule for all ranks offloads does not fit the host budget. Raise it")
         return found
 
-    def _in_order(self, problem: Problem, known: Sequence[ServingStep]) -> Plan:
+    def _in_order(self, problem: Problem, known: Sequence[ServingStep]) -> Plan | BudgetInfeasible:
         """A plan, with the schedule of a known step if that serves."""
         return self._without_search.in_known_order(problem, known) or self._plans.with_gathers(problem)
 
@@ -125,28 +128,20 @@ class GroupPlans:
         of_all: figures of each rank.
         """
         limits = [figures["limit_bytes"] for figures in of_all]
-        found, refusal, before = [], None, self._limits.budget_bytes
-        try:
-            found.append(self._in_order(widest(own, of_all), known))
-        except BudgetInfeasible as error:
-            refusal = error
+        before, plans = self._limits.budget_bytes, [self._in_order(widest(own, of_all), known)]
         ranks = [] if None in limits else [(widest(own, [f]), limit) for f, limit in zip(of_all, limits, strict=True)]
         largest = max(ranks, key=lambda rank: rank[0].baseline_time_s, default=None)
         lowest = min(ranks, key=lambda rank: rank[1], default=None)
         if largest is not None and lowest is not None and largest[1] > lowest[1]:
             for problem, limit in (largest, lowest):
                 self._limits.reset(limit)
-                try:
-                    plan = self._plans.with_gathers(problem)
-                except BudgetInfeasible as error:
-                    refusal = error
-                else:
-                    served = [self._serves(plan, other, its_limit) for other, its_limit in ranks]
-                    found += [plan] if all(served) else []
+                plan = self._plans.with_gathers(problem)
+                if isinstance(plan, BudgetInfeasible) or all(self._serves(plan, *rank) for rank in ranks):
+                    plans.append(plan)
             self._limits.reset(before)
+        found = [plan for plan in plans if isinstance(plan, Plan)]
         if not found:
-            assert refusal is not None
-            raise refusal
+            return or_raise(plans[-1])
         if len(found) == 1:
             return found[0]
         return min(found, key=lambda plan: max(simulate(problem, plan.schedule).time_s for problem, _ in ranks))

@@ -25,7 +25,7 @@ from memplan.cache import is_used, keep, keep_newest, kept
 from memplan.config import Config
 from memplan.errors import InvalidPlanFile
 from memplan.problem.data import Problem
-from memplan.problem.file import Reader, pack, problem_to_json, unpack, unsound
+from memplan.problem.file import Reader, pack, problem_to_json, read_checked, unpack
 from memplan.solvers import Bound, Candidate, Front, front_of_orders
 from memplan.solvers.bounds.dual import BoundLine
 
@@ -75,10 +75,10 @@ def _with_least(front: Front, problem: Problem, config: Config, name: str) -> Fr
 def _read(name: str, read: Callable[[Any], _T]) -> _T | None:
     """What is made of a file on disk; None if there is no such file, or it is damaged."""
     try:
-        with unsound("front"):
-            return read(unpack(kept(name)))
-    except (OSError, InvalidPlanFile):
+        found = read_checked("front", lambda: read(unpack(kept(name))))
+    except OSError:
         return None
+    return None if isinstance(found, InvalidPlanFile) else found
 
 
 def _digest(content: dict[str, Any], *others: Any) -> str:

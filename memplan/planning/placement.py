@@ -139,7 +139,10 @@ class Placement:
         return [p for name, p in self._model.named_parameters() if name in self.brought]
 
     def homed(self, captured: Capture) -> Capture:
-        """The capture, with each parameter's home in its graph."""
+        """The capture, with each parameter's home in its graph, as far as homes are decided.
+
+        Captures are made with homes (`Capturing`). The first plan with a host budget decides homes after its capture.
+        """
         if not self.host and self._settings.shards is None:
             return captured
         sharded, lasting, host = self.sharded(), self.lasting(), self.host or frozenset()

@@ -8,6 +8,7 @@ import sys
 
 from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
+from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.choosing import (
     fastest_reserved,
@@ -38,43 +39,43 @@ _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
 class PlanSearch:
-    """Searches for plans of one model's steps."""
+    """Searches for plans of one model's steps. Each method returns plans, or why there is none."""
 
     def __init__(self, settings: Settings, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
 
-    def plan(self, captured: Capture) -> Plan:
-        """The fastest known schedule within the budget. Raises BudgetInfeasible."""
+    def plan(self, captured: Capture) -> Plan | Refused:
+        """The fastest known schedule within the budget."""
         if self._settings.shards is not None:
-            return self.with_gathers(self._problems.with_shards(self._placement.homed(captured)))
+            return self.with_gathers(self._problems.with_shards(captured))
         problem = self._problems.problem(captured)
         if self._placement.host_budget is not None:
             return self._with_host(captured, problem)
         return self._within(problem, self._front(problem))
 
-    def ladder(self, captured: Capture) -> tuple[Plan, ...]:
-        """Plans for a step of any size. The first is for the captured call, the others suit longer and shorter ones.
-
-        Raises BudgetInfeasible where none fits that call.
-        """
+    def ladder(self, captured: Capture) -> tuple[Plan, ...] | Refused:
+        """Plans for a step of any size. The first is for the captured call, the others suit longer and shorter ones."""
         if self._placement.host_budget is not None:
-            return (self.plan(captured),)
+            plan = self.plan(captured)
+            return (plan,) if isinstance(plan, Plan) else plan
         problem = self._problems.problem(captured)
         front = self._front(problem)
         chosen = self._within(problem, front)
+        if not isinstance(chosen, Plan):
+            return chosen
         others = (
             plan_of_front(problem, front, point, max(point.peak_bytes, chosen.problem.budget_bytes or 0))
             for point in front.spread(_RUNGS)
         )
         return (chosen, *(plan for plan in others if plan.schedule != chosen.schedule))
 
-    def _within(self, problem: Problem, front: Front) -> Plan:
-        """The fastest plan of a front within the budget. Raises BudgetInfeasible."""
+    def _within(self, problem: Problem, front: Front) -> Plan | BudgetInfeasible:
+        """The fastest plan of a front within the budget."""
         limit = self._limits.fix_budget(unplanned(problem).peak_bytes, problem.resident_bytes, front.floor.peak_bytes)
         within = self._limits.less_margin(limit)  # a wish, where the limit itself has to be kept
         chosen = front.best(within) or front.floor
         if chosen.peak_bytes > limit:
-            raise infeasible(problem, front.floor, limit)
+            return infeasible(problem, front.floor, limit)
         if problem.requests is None or not self._limits.is_of_device:
             return plan_of_front(problem, front, chosen, limit)
         reserved = fastest_reserved(problem, front, within)
@@ -87,7 +88,7 @@ class PlanSearch:
             )  # fmt: skip
         return plan
 
-    def curve(self, captured: Capture) -> tuple[Plan, ...]:
+    def curve(self, captured: Capture) -> tuple[Plan, ...] | UnsupportedModel:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
         problem = self._problems.problem(captured)
         if self._placement.host_budget is not None:
@@ -96,7 +97,7 @@ class PlanSearch:
         chosen = front.spread(self._settings.search.points)
         return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
 
-    def with_gathers(self, problem: Problem) -> Plan:
+    def with_gathers(self, problem: Problem) -> Plan | BudgetInfeasible:
         """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
         searched = problem.without_network if hides(problem) else problem
         front = self._front(searched)  # of the step without what is gathered
@@ -108,14 +109,17 @@ class PlanSearch:
         search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(self._limits.less_margin(limit)) or search(limit)
         if chosen is None:
-            raise no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
+            return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         return plan_with_gathers(chosen, front, limit, least)
 
-    def _with_host(self, captured: Capture, problem: Problem) -> Plan:
+    def _with_host(self, captured: Capture, problem: Problem) -> Plan | Refused:
         """A plan that may offload values, and may have parameters live on the host."""
-        parts, problem_of = self._problems.by_homes(captured, problem)
+        by_homes = self._problems.by_homes(captured, problem)
+        if isinstance(by_homes, UnsupportedModel):
+            return by_homes
+        parts, problem_of = by_homes
         plain, placement = problem_of(frozenset()), self._placement
-        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.resident_bytes, 0)
+        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
         within = self._limits.less_margin(limit)
         alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= within
@@ -129,7 +133,7 @@ class PlanSearch:
             limit = within = least
             chosen = search(limit)
         if chosen is None:
-            raise no_room(plain, least, limit, placement.host_limit)
+            return no_room(plain, least, limit, placement.host_limit)
         if self._settings.keep_frozen:
             staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
@@ -155,9 +159,12 @@ class PlanSearch:
                 time_s, slow_s, type(optimizer).__name__, fused_s,
             )  # fmt: skip
 
-    def _curve_with_host(self, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
+    def _curve_with_host(self, captured: Capture, problem: Problem) -> tuple[Plan, ...] | UnsupportedModel:
         """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
-        parts, problem_of = self._problems.by_homes(captured, problem)
+        by_homes = self._problems.by_homes(captured, problem)
+        if isinstance(by_homes, UnsupportedModel):
+            return by_homes
+        parts, problem_of = by_homes
         alone = self._front(problem_of(frozenset()))
         front = self._front(problem_of(all_names(parts))) if parts else alone
         least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes

@@ -5,21 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.real_results import note_results, once_more_where_results_differ
-from memplan.capture.ops.sizes import DataSize, Dimension, Varying, all_sizes
-from memplan.capture.ops.ways import OtherResults, Refusal
+from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
+from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
-from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
+from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
 from memplan.logs import log
 from memplan.planning.capturing import Capturing
 from memplan.planning.group_plans import GroupPlans
@@ -41,12 +41,18 @@ from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.ranks.agreement import Share
 
+_Captured = Capture | UnsupportedModel
+_CaptureAgain = Callable[[], _Captured]
+
 
 class Planner:
     """Steps of one model, one for each kind of call, with a plan each.
 
     Each subject has one owner, and only that changes it: `limits` has the budget, `placement` knows where parameters
     live, `capturing` knows when forward is run on the sample. grouped: other ranks plan the same steps.
+
+    A refusal is returned in place of a plan or a step. It is raised only by methods that take a `share`, because errors
+    of one rank are raised on all.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, settings: Settings, grouped: bool = False) -> None:
@@ -79,40 +85,40 @@ class Planner:
 
     def problem(self, sample: Sample | Call) -> Problem:
         """The captured step with its costs, for work on solvers."""
-        return self._problems.problem(self.capturing.capture(sample))
+        return self._problems.problem(or_raise(self.capturing.capture(sample)))
 
-    @once_more_where_results_differ
-    def plan(self, sample: Sample | Call) -> Plan:
+    def plan(self, sample: Sample | Call) -> Plan | Refused:
         """A plan, from the best schedule that fits the budget."""
-        with self._advice(sample):
-            look = functools.partial(self._to_look_at, sample)
-            captured, plan = self._planned(sample, look(), look)
-            return self._saying_more(plan, captured)
+        look = functools.partial(self._to_look_at, sample)
+        found = once_more_where_results_differ(lambda: self._planned(sample, look(), look))()
+        return self._with_advice(found, sample) if isinstance(found, Refused) else self._saying_more(*found)
 
     @once_more_where_results_differ
-    def explore(self, sample: Sample | Call) -> tuple[Plan, ...]:
+    def explore(self, sample: Sample | Call) -> tuple[Plan, ...] | Refused:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        return self._plans.curve(self._to_look_at(sample))
+        captured = self._to_look_at(sample)
+        return captured if isinstance(captured, UnsupportedModel) else self._plans.curve(captured)
 
-    def _to_look_at(self, sample: Sample | Call) -> Capture:
+    def _to_look_at(self, sample: Sample | Call) -> _Captured:
         """A captured step. Where its costs are only estimated nothing is compiled either."""
         return self.capturing.capture(sample, dry=self.settings.costs != "measure")
 
-    def _planned(self, sample: Sample | Call, captured: Capture, again: Callable[[], Capture]) -> tuple[Capture, Plan]:
-        """A captured step and its plan. Where no plan fits the budget, islands are captured with layers checkpointed.
+    def _planned(
+        self, sample: Sample | Call, captured: _Captured, again: _CaptureAgain
+    ) -> tuple[Plan, Capture] | Refused:
+        """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed.
 
-        again: captures the step once more. Raises BudgetInfeasible.
+        again: captures the step once more.
         """
+        if isinstance(captured, UnsupportedModel):
+            return captured
         spare = functools.partial(self.capturing.spare, sample)
         if captured.islands and self.settings.budget == "min" and spare():
-            captured = again()
-        try:
-            return captured, self._plans.plan(captured)
-        except BudgetInfeasible:
-            if not captured.islands or not spare():
-                raise
-        captured = again()
-        return captured, self._plans.plan(captured)
+            return self._planned(sample, again(), again)
+        plan = self._plans.plan(captured)
+        if isinstance(plan, BudgetInfeasible) and captured.islands and spare():
+            return self._planned(sample, again(), again)
+        return plan if isinstance(plan, Refused) else (plan, captured)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +129,7 @@ class Planner:
         share: Share | None = None,
         like: PlannedStep | None = None,
         varying: Varying = frozenset(),
-    ) -> ServingStep:
+    ) -> ServingStep | Refused:
         """A step that serves calls like this one.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
@@ -134,98 +140,49 @@ class Planner:
         """
         together = share is not None and self.settings.shards is not None
         if not known and not varying and not together:
-            varying = self._declared(self.capturing.call_of(sample))
-        alone = not known and share is None  # other ranks would wait for advice
-        with self._advice(sample) if alone else contextlib.nullcontext():
-            if varying and not together:  # the gradients of all schedules of a capture arrive in one order
-                try:
-                    return self._step(sample, known, None, like, varying)
-                except Refusal as error:
-                    if not isinstance(error.way, OtherResults):
-                        raise
-                    log.info("such calls are planned for each size, because %s", error)
-                    note_results(error.way.found, error.way.unsteady)  # what ops give at other sizes nobody knows
-            if share is not None:  # others would not go along with a second try
-                return self._step(sample, known, share)
-            try:
-                return once_more_where_results_differ(self._step)(sample, known, None)
-            except Refusal as error:
-                if not isinstance(error.way, OtherResults):
-                    raise
-                refusal = error.with_traceback(None)  # or its frames would keep the capture
-            return self._unplanned.step(sample, known, refusal)
+            varying = self.capturing.declared(self.capturing.call_of(sample))
+        found: ServingStep | Refused | None = None
+        if varying and not together:  # the gradients of all schedules of a capture arrive in one order
+            found = or_refusal(self._step, sample, known, None, like, varying)
+            if isinstance(way := way_of(found), OtherResults):
+                log.info("such calls are planned for each size, because %s", found)
+                note_results(way.found, way.unsteady)  # what ops give at other sizes nobody knows
+                found = None
+        if share is not None:  # others would not go along with a second try, and would wait for advice
+            return found or or_raise(self._step(sample, known, share))
+        found = found or once_more_where_results_differ(self._step)(sample, known, None)
+        if isinstance(found, UnsupportedModel) and isinstance(way_of(found), OtherResults):
+            found = self._unplanned.step(sample, known, found)
+        return self._with_advice(found, sample) if isinstance(found, Refused) and not known else found
 
-    @contextlib.contextmanager
-    def _advice(self, sample: Sample | Call) -> Iterator[None]:
-        """A context for a first plan. Where nothing fits the budget, the error says what would make it fit."""
-        try:
-            yield
-        except BudgetInfeasible as error:
-            limit_bytes = self.limits.budget_bytes
-            if self.settings.on_infeasible != "advise" or limit_bytes is None:
-                raise
-            call = self.capturing.call_of(sample)
+    def _with_advice(self, refusal: Refused, sample: Sample | Call) -> Refused:
+        """The refusal of a first plan. If nothing fits the budget, it says what would make it fit."""
+        limit_bytes = self.limits.budget_bytes
+        if not isinstance(refusal, BudgetInfeasible) or limit_bytes is None or self.settings.on_infeasible != "advise":
+            return refusal
+        call = self.capturing.call_of(sample)
 
-            def plan_with(settings: Settings, call: Call | Sample) -> Plan:
-                other = Planner(self.model, self.forward, settings, grouped=self.capturing.grouped)
-                other.limits.keep_free(self.limits.margin)
-                return other.plan(call)
+        def plan_with(settings: Settings, call: Call | Sample) -> Plan | Refused:
+            other = Planner(self.model, self.forward, settings, grouped=self.capturing.grouped)
+            other.limits.keep_free(self.limits.margin)
+            return other.plan(call)
 
-            raise Remedies(self.settings, self.model, call, error, limit_bytes, plan_with).error() from None
+        return Remedies(self.settings, self.model, call, refusal, limit_bytes, plan_with).error()
 
-    def _declared(self, call: Call) -> Varying:
-        """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
-        dynamic = self.settings.dynamic
-        if dynamic == "all":
-            return all_sizes(call.tensors)
-        found = set()
-        for name, ranges in dynamic.items() if isinstance(dynamic, Mapping) else ():
-            for index in ranges:
-                position = call.names.index(name) if name in call.names else -1
-                if position < 0 or not -call.tensors[position].dim() <= index < call.tensors[position].dim():
-                    raise ValueError(
-                        f"dynamic= names dimension {index} of {name!r}; tensors are {', '.join(call.names)}"
-                    )
-                found.add(Dimension(position, index % call.tensors[position].dim()))
-        return frozenset(found)
-
-    def _at_largest(self, captured: Capture) -> Capture:
-        """The captured step at the largest sizes of which the user says that they occur."""
-        dynamic, traced = self.settings.dynamic, captured.traced
-        if not isinstance(dynamic, Mapping) or traced.sizes is None:
-            return captured
-        names, most = captured.call.names, []
-        for source, here in zip(traced.sizes.sources, traced.sizes.here, strict=True):
-            if isinstance(source, DataSize) or source.is_stride:  # nobody says how large they get
-                return captured
-            ranges = dynamic.get(names[source.tensor], {})
-            dims = captured.call.tensors[source.tensor].dim()
-            bounds = {index % dims: high for index, (_, high) in ranges.items()}
-            most.append(bounds.get(source.index, here))
-        numbers = tuple(most)
-        broken = traced.sizes.mismatch(numbers)
-        if broken is not None:
-            log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
-            return captured
-        pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
-        tensors = [
-            t.new_zeros(()).expand(shape).contiguous().requires_grad_(t.requires_grad) for t, (shape, _) in pairs
-        ]
-        return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
-
-    def resized(self, step: PlannedStep, call: Call) -> PlannedStep:
+    @once_more_where_results_differ
+    def resized(self, step: PlannedStep, call: Call) -> PlannedStep | Refused:
         """Another step for calls of any size, from a search at the size of this one."""
         traced = at_sizes(step.capture.traced, step.numbers(call))
         return self._sized(dataclasses.replace(step.capture, traced=traced, call=call))
 
-    def _sized(self, captured: Capture) -> PlannedStep:
+    def _sized(self, captured: Capture) -> PlannedStep | Refused:
         """A step for calls of any size, with others beside it that suit longer and shorter calls."""
-        plans: tuple[Plan, ...] = ()
-        if self._given is not None:
-            plans = self._without_search.at_other_sizes(self._problems.problem(captured), self._given)
-        first, *others = plans or self._plans.ladder(captured)
-        later = tuple(self._to_be_lowered(captured, plan) for plan in others)
-        return dataclasses.replace(self._whole(captured, first), others=later)
+        given = () if self._given is None else self._without_search.at_other_sizes(captured, self._given)
+        plans = given or self._plans.ladder(captured)
+        if isinstance(plans, Refused):
+            return plans
+        later = tuple(self._to_be_lowered(captured, plan) for plan in plans[1:])
+        return dataclasses.replace(self._whole(captured, plans[0]), others=later)
 
     def _step(
         self,
@@ -234,51 +191,45 @@ class Planner:
         share: Share | None,
         like: PlannedStep | None = None,
         varying: Varying = frozenset(),
-    ) -> ServingStep:
-        """One try of `step`. Raises a Refusal with `OtherResults` if the trace is wrong about results of ops."""
-        refusal: UnsupportedModel | None = None
+    ) -> ServingStep | Refused:
+        """One try of `step`. Raises a Refusal with `OtherResults` if the trace is wrong about results of ops.
+
+        A call that can't be captured runs unplanned. Of the others, each gets the first of these that there is: a plan
+        without a search, plans for all sizes, a plan that other ranks run too, one around islands, one of its own.
+        """
+        arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
+        capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
         with without_collections():
-            try:
-                arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
-                capture = functools.partial(
-                    self.capturing.capture, sample, backward=backward, varying=varying, like=arrived
-                )
-                captured = capture()
-            except UnsupportedModel as error:
-                refusal = error
-            else:
-                sized = captured.traced.sizes is not None
-                found = None if sized else self._unsearched(captured, known, share is not None)
-        if refusal is not None:
-            return self._unplanned.step(sample, known, refusal)
+            captured = capture()
+            found = None if isinstance(captured, UnsupportedModel) else self._unsearched(captured, known, share)
+        if isinstance(captured, UnsupportedModel):
+            return self._unplanned.step(sample, known, captured)
         if share is None and self.capturing.looks:
             _refuse_collectives(captured)
         if found is not None:
             return found
-        if sized and captured.islands and share is None:
-            try:
-                return self._sized(self._at_largest(captured))
-            except BudgetInfeasible:  # a step of this size alone has other ways to fit
-                capture = functools.partial(capture, varying=Varying())
-                captured = capture()
-        elif sized:
-            return self._sized(self._at_largest(captured))
-        if share is None and captured.islands:
+        if captured.traced.sizes is not None:
+            step = self._sized(self.capturing.at_largest(captured))
+            if not isinstance(step, BudgetInfeasible) or not captured.islands or share is not None:
+                return step
+            capture = functools.partial(capture, varying=Varying())
+            captured = capture()  # a step of this size alone has other ways to fit
+            if isinstance(captured, UnsupportedModel):
+                return captured
+        if share is not None:
+            return self._whole(captured, *self._shared(captured, known, share))
+        if captured.islands:
             return self._with_islands(sample, known, captured, capture)
-        if share is None:
-            return self._whole(captured, self._plans.plan(captured))
-        if self.settings.shards is not None:
-            return self._whole(captured, self._for_all(captured, known, share))
-        soon = functools.partial(self._soon, captured, known)
-        return self._whole(captured, *self._group.shared(captured, bool(known), share, soon))
+        plan = self._plans.plan(captured)
+        return plan if isinstance(plan, Refused) else self._whole(captured, plan)
 
     def _with_islands(
         self,
         sample: Sample | Call,
         known: Sequence[ServingStep],
         captured: Capture,
-        capture: Callable[[], Capture],
-    ) -> ServingStep:
+        capture: _CaptureAgain,
+    ) -> ServingStep | Refused:
         """A step of a capture with islands. It runs unplanned where no plan fits.
 
         capture: captures it once more. With the budget "min" the step runs unplanned if that takes less. It may, if the
@@ -286,52 +237,53 @@ class Planner:
         """
         refusal = UnsupportedModel("; ".join(captured.islands))
         unplanned = functools.partial(self._unplanned.step, sample, known, refusal)
-        try:
-            captured, plan = self._planned(sample, captured, capture)
-        except BudgetInfeasible:
-            with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
-                return unplanned()
-            raise
+        found = self._planned(sample, captured, capture)
+        if isinstance(found, Refused):
+            step = unplanned() if isinstance(found, BudgetInfeasible) else found
+            return found if isinstance(step, Refused) else step  # the refusal that says what a plan would need
+        plan, captured = found
         calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
         branching = [i for i in calls if i.varies and i.module and layers_of(self.model.get_submodule(i.module))]
         if branching and self.settings.budget == "min":
             limit_bytes = self.limits.budget_bytes
-            try:
-                self.limits.reset(plan.peak_bytes - 1)
-                return unplanned()
-            except (UnsupportedModel, BudgetInfeasible):
-                self.limits.reset(limit_bytes)
+            self.limits.reset(plan.peak_bytes - 1)
+            step = unplanned()
+            if not isinstance(step, Refused):
+                return step
+            self.limits.reset(limit_bytes)
         return self._whole(captured, plan)
 
-    def _unsearched(self, captured: Capture, known: Sequence[ServingStep], in_group: bool) -> PlannedStep | None:
+    def _unsearched(self, captured: Capture, known: Sequence[ServingStep], share: Share | None) -> PlannedStep | None:
         """A step whose plan needs no search; None where there is none."""
-        in_one_order = in_group and self.settings.shards is not None  # other ranks may know another schedule
+        if captured.traced.sizes is not None:
+            return None
+        in_one_order = share is not None and self.settings.shards is not None  # other ranks may know another schedule
         same = None if in_one_order else self._equal_step(captured, known)
         if same is not None:  # what changed is of no concern to the step
             return same
-        plan = self._without_search.hurried(captured, known) if known and not in_group else None
+        plan = self._without_search.hurried(captured, known) if known and share is None else None
         return None if plan is None else self._whole(captured, plan, plan.overhead > 0)
 
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
-        found = self._without_search.equal_step(self.placement.homed(captured), known)
+        found = self._without_search.equal_step(captured, known)
         return None if found is None else self._whole(captured, found[1], found[0].provisional)
 
-    def _soon(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[Plan, bool]:
-        """A plan, and whether it is provisional."""
-        plan = self._without_search.hurried(captured, known) if known else None
-        return plan or self._plans.plan(captured), plan is not None and plan.overhead > 0
+    def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
+        """A plan that other ranks run too, and whether it is provisional."""
+        if self.settings.shards is not None:
+            return self._group.for_all(captured, known, share, lambda: self._problems.with_shards(captured)), False
+
+        def soon() -> tuple[Plan | Refused, bool]:
+            plan = self._without_search.hurried(captured, known) if known else None
+            return plan or self._plans.plan(captured), plan is not None and plan.overhead > 0
+
+        return self._group.shared(captured, bool(known), share, soon)
 
     def join(self, step: PlannedStep, known: Sequence[ServingStep], share: Share) -> PlannedStep:
         """A step in the place of a known one, with the schedule that other ranks plan now."""
-        homed = self.placement.homed(step.capture)
-        plan = self._group.for_all(homed, known, share, lambda: step.plan.problem)
+        plan = self._group.for_all(step.capture, known, share, lambda: step.plan.problem)
         return self._whole(step.capture, plan)
-
-    def _for_all(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> Plan:
-        """A plan with the schedule that all ranks run."""
-        homed = self.placement.homed(captured)
-        return self._group.for_all(homed, known, share, lambda: self._problems.with_shards(homed))
 
     @once_more_where_results_differ
     def step_for(
@@ -342,7 +294,7 @@ class Planner:
         seen: Sequence[Answer],
         known: Sequence[ServingStep],
         varying: Varying = frozenset(),
-    ) -> PlannedStep:
+    ) -> PlannedStep | Refused:
         """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
 
         - tangents: outputs at which gradients arrive, with their layouts.
@@ -353,10 +305,15 @@ class Planner:
         """
         capture = functools.partial(self.capturing.capture, call, tangents, backward, seen, varying=varying)
         captured = capture()
+        if isinstance(captured, UnsupportedModel):
+            return captured
         if captured.traced.sizes is not None:
             return self._sized(captured)
         same = None if self.settings.shards is not None else self._equal_step(captured, known)
-        return same or self._whole(*self._planned(call, captured, capture))
+        if same is not None:
+            return same
+        found = self._planned(call, captured, capture)
+        return found if isinstance(found, Refused) else self._whole(found[1], found[0])
 
     def is_same(
         self,
@@ -367,8 +324,7 @@ class Planner:
     ) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
         seen = step.capture.answers
-        captured = self.capturing.capture(call, tangents, backward, seen)
-        captured = self.placement.homed(captured)
+        captured = or_raise(self.capturing.capture(call, tangents, backward, seen))
         same = first_difference(step.plan.problem.graph, captured.traced.graph) is None
         return same and step.key.heed(captured.key)
 
@@ -381,7 +337,7 @@ class Planner:
         if self.settings.shards is None:
             self.placement.decide(frozenset())
         self._group.take_over(plan)
-        captured = self.placement.homed(self.capturing.capture(sample))
+        captured = or_raise(self.capturing.capture(sample))
         if not self.settings.keep_frozen and any(v.lasting for v in plan.problem.graph.values):
             raise PlanMismatch(
                 "the plan was made with keep_frozen=True. Say so here too, if nothing writes to frozen parameters "
@@ -389,12 +345,12 @@ class Planner:
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None and captured.islands and self.capturing.spare(sample):
-            captured = self.placement.homed(self.capturing.capture(sample))
+            captured = or_raise(self.capturing.capture(sample))
             difference = first_difference(plan.problem.graph, captured.traced.graph)
         if self.settings.takes_any_size and self.placement.host_budget is None:
             self._given = plan
             if difference is not None:
-                plans = self._without_search.at_other_sizes(self._problems.problem(captured), plan)
+                plans = self._without_search.at_other_sizes(captured, plan)
                 plan, difference = (plans[0], None) if plans else (plan, difference)
         if difference is not None:
             if plan.problem.costs.source != "estimated":  # the plan may know of results that nobody has seen here yet
@@ -421,7 +377,7 @@ class Planner:
 
     def _to_be_lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The same, of which the programs are made when the step first runs."""
-        captured = self.placement.homed(captured)
+        captured = self.placement.homed(captured)  # the plan may have decided homes
         plan = self._saying_more(plan, captured)
         self.placement.move(captured)
         if multiplies_matrices(captured.traced):

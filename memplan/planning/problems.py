@@ -62,7 +62,7 @@ class Problems:
         return problem
 
     def with_shards(self, captured: Capture) -> Problem:
-        """The problem of a step that gathers sharded parameters. captured: with its parameters where they live."""
+        """The problem of a step that gathers sharded parameters."""
         shards, problem = self._settings.shards, self.problem(captured)
         assert shards is not None
         offloads = self._placement.host_budget is not None
@@ -93,14 +93,17 @@ class Problems:
 
     def by_homes(
         self, captured: Capture, problem: Problem
-    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
-        """Parameters that may live on the host, and a function from names of those that do to the step's problem."""
+    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]] | UnsupportedModel:
+        """Parameters that may live on the host, and a function from names of those that do to the step's problem.
+
+        Returns the refusal if a parameter that lives there can't for this step.
+        """
         settings, placement, accumulate = self._settings, self._placement, self._limits.accumulate
         problem = dataclasses.replace(problem, link=placement.link(captured.traced.device))
         parts = placement.movable(captured.traced)
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
-            raise UnsupportedModel(
+            return UnsupportedModel(
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan.capture.trace.call import Call, Sample
-from memplan.errors import BudgetInfeasible, Remedy
+from memplan.errors import BudgetInfeasible, Refused, Remedy, UnsupportedModel
 from memplan.logs import log, quiet, show
 from memplan.losses import chunked_loss, takes_chunked_loss
 from memplan.planning.automatic import memory_bytes
@@ -20,8 +20,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.data import Link
 from memplan.units import format_bytes
 
-# What plans a call by other settings, or raises BudgetInfeasible.
-PlanWith = Callable[[Settings, Call | Sample], Plan]
+PlanWith = Callable[[Settings, Call | Sample], Plan | Refused]  # plans a call by other settings
 
 _QUICK = "rotor"  # how remedies are looked for that take several searches, unless the user says how
 _LINK = Link(25e9, 25e9)  # of PCI Express 4.0 with 16 lanes, for a device that is only described
@@ -203,10 +202,10 @@ class Remedies:
         return None
 
     def _planned(self, settings: Settings, call: Call | Sample) -> Plan | BudgetInfeasible:
-        try:
-            return self._plan_with(settings, call)
-        except BudgetInfeasible as error:
-            return error.with_traceback(None)  # or its frames would keep the capture
+        found = self._plan_with(settings, call)
+        if isinstance(found, UnsupportedModel):
+            raise found
+        return found
 
     def _remedy(self, change: str, plan: Plan, note: str, times: float = 1.0) -> Remedy:
         """times: how often such a step runs for the work of one that does not fit."""

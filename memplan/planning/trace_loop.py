@@ -72,7 +72,7 @@ class TraceLoop:
         sample: Sample | Call,
         options: CaptureOptions,
         known: KnownIslands,
-        forward_once: Callable[[Islands], OneForward],
+        forward_once: Callable[[Islands], OneForward | ForwardFails | UnsupportedModel],
         decides: bool,
         looks: bool,
     ) -> None:
@@ -97,8 +97,8 @@ class TraceLoop:
         self._branches = False  # that a run of forward takes are traced
         self._requiring: tuple[int, ...] = ()
 
-    def captured(self) -> Capture:
-        """The captured step. Raises the refusal against which nothing helps, and ForwardFails."""
+    def captured(self) -> Capture | UnsupportedModel:
+        """The captured step, or the refusal against which nothing helps. Raises ForwardFails."""
         while True:
             try:
                 with private.functions_applied_by(functools.partial(_note, self._applied)):
@@ -115,10 +115,10 @@ class TraceLoop:
             elif isinstance(way, StateChanges) and way.at_first and self._decides and self._cached is None:
                 self._cached = refusal
                 self._restart()
-            elif isinstance(refusal.__cause__, private.FixedSize):  # against which no island helps
-                raise refusal
-            else:
-                self._make_islands(refusal)
+            elif isinstance(refusal, private.FixedSize) or isinstance(refusal.__cause__, private.FixedSize):
+                return refusal  # against which no island helps
+            elif not self._makes_islands(refusal):
+                return refusal
 
     def _traced(self) -> Capture:
         """One trace, after the runs of forward that it needs."""
@@ -128,16 +128,23 @@ class TraceLoop:
             if self._first is not None:
                 self._first.caches.put()
             if self._branches and self._seen is None:
-                self._seen = self._forward_once(self._islands).answers
+                self._seen = self._run_once().answers
             options = dataclasses.replace(
                 self._options, islands=self._islands, seen=self._seen, requiring=self._requiring
             )
             captured = capture(self._model, self._forward, self._sample, options)
             return captured if self._first is None else self._with_caches(captured, self._first)
 
+    def _run_once(self) -> OneForward:
+        """What a run of forward on the sample shows. Raises what goes wrong in it."""
+        found = self._forward_once(self._islands)
+        if not isinstance(found, OneForward):
+            raise found
+        return found
+
     def _first_run(self, refusal: UnsupportedModel) -> OneForward:
         """What a first run of forward leaves. Raises the refusal if that is no cache."""
-        first = self._forward_once(self._islands)
+        first = self._run_once()
         left, caches = first.left, first.caches
         if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
             raise refusal
@@ -154,13 +161,13 @@ class TraceLoop:
             raise self._cached
         return dataclasses.replace(captured, left=first.caches)
 
-    def _make_islands(self, refusal: UnsupportedModel) -> None:
-        """Let the next trace have islands: calls around the failure, the smallest that can be. Raises the refusal."""
+    def _makes_islands(self, refusal: UnsupportedModel) -> bool:
+        """Let the next trace have islands: calls around the failure, the smallest that can be. False if none can be."""
         way, islands, unfit = way_of(refusal), self._islands, self._unfit
         open_calls = way if isinstance(way, MakeIslands) else MakeIslands()
         self._known.compiled |= open_calls.compiled
         if not self._looks:
-            raise refusal
+            return False
         before = islands.callables, len(unfit), len(self._given)
         unfit |= dict.fromkeys(open_calls.unfit, str(refusal))
         chains = self._chains(refusal)
@@ -173,21 +180,22 @@ class TraceLoop:
         self._given |= open_calls.given
         callables = (known | new) - unfit.keys()
         if (self._looked or not callables) and before == (callables, len(unfit), len(self._given)):
-            raise _refused(refusal, chains, unfit)
+            _say_why(refusal, chains, unfit)
+            return False
         reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
         device = self._options.device or model_device(self._model)
         run = IslandRuns(self._model, frozenset(callables), self._given, device, reasons, self._known.layers)
         self._looked = True
-        try:
-            with run.watching():
-                self._forward_once(NO_ISLANDS)
-        except (UnsupportedModel, ForwardFails) as error:
-            log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), error)
-            raise refusal from refusal.__cause__
+        with run.watching():
+            shown = self._forward_once(NO_ISLANDS)
+        if not isinstance(shown, OneForward):
+            log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), shown)
+            return False
         for called, why in run.unfit.items():
             log.info("no island is made of %s, because %s", name_of(called), why)
         unfit |= run.unfit
         self._begin_with(run.islands.knowing(self._known.islands))
+        return True
 
     def _chains(self, refusal: UnsupportedModel) -> list[Calls]:
         """Calls of which one each has to be an island, the innermost first, after a refusal.
@@ -227,9 +235,8 @@ def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]
     return {called, *(path for path, module in model.named_modules() if path and type(module) is kind)}
 
 
-def _refused(refusal: UnsupportedModel, chains: Sequence[Calls], unfit: Mapping[Any, str]) -> UnsupportedModel:
-    """A refusal that says why no call around it can run as it is."""
+def _say_why(refusal: UnsupportedModel, chains: Sequence[Calls], unfit: Mapping[Any, str]) -> None:
+    """Let a refusal say why no call around it can run as it is."""
     reasons = dict.fromkeys(unfit[c] for chain in chains for c in chain if c in unfit and unfit[c] != str(refusal))
     if reasons:
         refusal.args = (f"{refusal}. It can't run as it is either: {'; '.join(reasons)}",)
-    return refusal

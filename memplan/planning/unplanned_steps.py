@@ -15,7 +15,7 @@ from memplan.capture.ops.ways import Never, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.source_lines import first_line
 from memplan.costs.libraries import most_library_bytes
-from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
+from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, Refused, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -49,34 +49,37 @@ class UnplannedSteps:
         sample: Sample | Call,
         known: Sequence[ServingStep],
         error: UnsupportedModel,
-    ) -> EagerStep:
+    ) -> EagerStep | Refused:
         """A step for a call that can't be captured, once its peak is known to fit the budget.
 
         - known: steps that there are; the plan of an equal call tells what this one holds unplanned.
-        - error: why the call can't be captured; raised where it can't run unplanned either.
-
-        Raises BudgetInfeasible if it does not fit.
+        - error: why the call can't be captured; returned, with more text, if it can't run unplanned either.
         """
-        self._refuse(error)
-        device = self._device(error)
+        refusal = self._refusal(error)
+        if refusal is not None:
+            return refusal
+        device = self._placement.device or model_device(self._model)
         call = sample if isinstance(sample, Call) else CallReader(self._forward).read_sample(sample)
         call = call.detached(device)
         peak_bytes, limit_bytes = unplanned_bytes(call, known), self._limits.budget_bytes
         layers: tuple[str, ...] = ()
         if peak_bytes is None or limit_bytes is None or peak_bytes > limit_bytes:
-            peak_bytes, limit_bytes, layers = self._measured(call, device, error)
+            measured = self._measured(call, device, error)
+            if isinstance(measured, Refused):
+                return measured
+            peak_bytes, limit_bytes, layers = measured
         within = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
         how = f"with {len(layers)} layers checkpointed by PyTorch, " if layers else ""
         log.warning("such calls run unplanned, %sat %s: %s", how, within, str(error).partition("\n")[0])
         return EagerStep.of(self._model, self._forward, call, device.type, layers)
 
-    def _refuse(self, error: UnsupportedModel) -> None:
-        """Raise the error for settings and calls with which no step can run unplanned."""
+    def _refusal(self, error: UnsupportedModel) -> UnsupportedModel | None:
+        """The error, with more text, if no step can run unplanned with these settings, or where the model is."""
         settings, way = self._settings, way_of(error)
         never = isinstance(error, NothingToTrain) or isinstance(way, Never) or getattr(way, "compiled", False)
         refuse_wrappers(self._model)
         if never or not any(p.requires_grad for p in self._model.parameters()):
-            raise error
+            return error
         options = {
             "loss_fn=": settings.loss_fn is not None,
             "update='backward'": settings.update == "backward",
@@ -84,26 +87,25 @@ class UnplannedSteps:
         }
         for option in (option for option, is_set in options.items() if is_set):
             why = f"With {option} a step has to be planned, and can't run unplanned"
-            raise UnsupportedModel(f"{error}\n{why}") from error
+            return UnsupportedModel(f"{error}\n{why}")
         if settings.shards is not None:
-            raise UnsupportedModel(
+            return UnsupportedModel(
                 f"{error}\nWith sharded parameters a step has to be planned, for what runs unplanned would not gather. "
                 "Mend that, or leave the parameters whole (ZeRO stage 2 or less)"
-            ) from error
-
-    def _device(self, error: UnsupportedModel) -> torch.device:
-        """Where the model runs. Raises the error where it can't run there."""
+            )
         if self._placement.host:
-            raise UnsupportedModel(f"{error}. With parameters on the host it can't run unplanned either") from error
+            return UnsupportedModel(f"{error}. With parameters on the host it can't run unplanned either")
         device = self._placement.device
         if device is not None and any(t.device != device for t in (*self._model.parameters(), *self._model.buffers())):
-            raise UnsupportedModel(
+            return UnsupportedModel(
                 f"{error}. Such a step can run unplanned once the model is on the device: call "
                 f"model.to({str(device)!r}) before"
-            ) from error
-        return device or model_device(self._model)
+            )
+        return None
 
-    def _measured(self, call: Call, device: torch.device, error: UnsupportedModel) -> tuple[int, int, tuple[str, ...]]:
+    def _measured(
+        self, call: Call, device: torch.device, error: UnsupportedModel
+    ) -> tuple[int, int, tuple[str, ...]] | Refused:
         """Bytes of a run of the step on the sample, with all else on the device; the budget; layers to checkpoint.
 
         Layers are checkpointed where the step does not fit the budget without, and has the same bits with it.
@@ -122,12 +124,16 @@ class UnplannedSteps:
 
         try:
             plain_bytes, plain = measured(())
-        except MemplanError:
-            raise
         except Exception as failure:
-            raise UnsupportedModel(
+            if isinstance(failure, Refused):
+                return failure.with_traceback(None)
+            if isinstance(failure, MemplanError):
+                raise
+            refusal = UnsupportedModel(
                 f"{error}. As it is, a step on the sample fails: {type(failure).__name__}: {first_line(failure)}"
-            ) from failure
+            )
+            refusal.__cause__ = failure
+            return refusal
         ways: dict[tuple[str, ...], int] = {(): plain_bytes}
         wanted_bytes = self._limits.known_bytes
         for layers in dict.fromkeys((layers_of(self._model), layers_of(self._model, 2))):
@@ -140,7 +146,7 @@ class UnplannedSteps:
         limit_bytes = self._limits.fix_budget(plain_bytes, plain.resident_bytes + held_bytes, least_bytes)
         fitting = [layers for layers, peak_bytes in ways.items() if peak_bytes <= limit_bytes]
         if not fitting:
-            raise BudgetInfeasible(
+            return BudgetInfeasible(
                 f"such calls can only run unplanned, at {format_bytes(least_bytes)} ({least_bytes} bytes), and that "
                 f"does not fit {format_bytes(limit_bytes)}: {error}",
                 least_bytes,

@@ -31,7 +31,7 @@ class WithoutSearch:
     def equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[PlannedStep, Plan] | None:
         """A known step with the captured one's ops, values and sizes, and its plan for the captured one.
 
-        Names of arguments may differ. captured: with its parameters where they live.
+        Names of arguments may differ.
         """
         graph = captured.traced.graph
         for step in known:
@@ -97,12 +97,12 @@ class WithoutSearch:
         fits = self._placement.host_budget is None or found.host_bytes <= self._placement.host_limit
         return found if fits else None
 
-    def at_other_sizes(self, problem: Problem, plan: Plan) -> tuple[Plan, ...]:
+    def at_other_sizes(self, captured: Capture, plan: Plan) -> tuple[Plan, ...]:
         """Plans for a step that differs from that of a plan by sizes alone: with its schedule, and with all kept.
 
         The first fits the budget; none where neither does.
         """
-        limit = self._limits.budget_bytes
+        limit, problem = self._limits.budget_bytes, self._problems.problem(captured)
         if limit is None or kind_of(problem.graph) != kind_of(plan.problem.graph):
             return ()
         fastest = min(textbook(problem), key=lambda c: c.time_s)

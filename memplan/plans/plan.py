@@ -9,13 +9,13 @@ from typing import Any
 
 import networkx as nx
 
-from memplan.errors import IllegalSchedule, InvalidPlanFile
+from memplan.errors import InvalidPlanFile, or_raise
 from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_graph import step_graph
 from memplan.plans.plan_html import html_text
 from memplan.plans.plan_text import report_text, summary
 from memplan.problem.data import Graph
-from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
+from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, read_checked, unpack
 from memplan.problem.schedule import (
     Boundary,
     Compute,
@@ -110,11 +110,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
 
 def plan_from_bytes(data: bytes) -> Plan:
     """A plan from the contents of a plan file. Raises InvalidPlanFile."""
-    with unsound("plan"):
-        try:
-            return _from_json(unpack(data))
-        except IllegalSchedule as error:
-            raise InvalidPlanFile(f"the plan file's schedule is not legal: {error}") from error
+    return or_raise(read_checked("plan", lambda: _from_json(unpack(data))))
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import io
 import json
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memplan.errors import InvalidPlanFile
+from memplan.errors import IllegalSchedule, InvalidPlanFile, or_raise
 from memplan.problem.data import (
     RESIDENT_ROLES,
     Blocks,
@@ -43,11 +42,15 @@ def save_problem(problem: Problem, path: str | Path) -> None:
 
 def load_problem(path: str | Path) -> Problem:
     """Read a problem and check every index in it. Raises InvalidPlanFile, OSError where the file can't be read."""
-    with unsound("problem"):
-        content = unpack(Path(path).read_bytes())
+    data = Path(path).read_bytes()
+
+    def read() -> Problem:
+        content = unpack(data)
         if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
             raise InvalidPlanFile(f"this is not a memplan problem file of version {_VERSION}")
         return problem_from_json(content)
+
+    return or_raise(read_checked("problem", read))
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
 
 
 def problem_from_json(content: dict[str, Any]) -> Problem:
-    """The problem in such a dict. Raises InvalidPlanFile, or what `unsound` turns into it."""
+    """The problem in such a dict. Raises InvalidPlanFile, or what `read_checked` turns into it."""
     graph = _read_graph(Reader.typed(content, "graph", dict))
     return Problem(
         graph,
@@ -103,7 +106,7 @@ def pack(content: dict[str, Any], gzipped: bool = False) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` packed. Raises InvalidPlanFile, or what `unsound` turns into it."""
+    """What `pack` packed. Raises InvalidPlanFile, or what `read_checked` turns into it."""
     return json.loads(_gunzip(data) if data[:2] == b"\x1f\x8b" else data)
 
 
@@ -118,12 +121,13 @@ def _gunzip(data: bytes) -> bytes:
     return content
 
 
-@contextlib.contextmanager
-def unsound(what: str) -> Iterator[None]:
-    """Turn each error from reading damaged content into InvalidPlanFile. An unreadable file stays an OSError."""
+def read_checked(what: str, read: Callable[[], _T]) -> _T | InvalidPlanFile:
+    """What `read` gives, or what is wrong with the content. An unreadable file stays an OSError."""
     try:
-        yield
+        return read()
     except (
+        InvalidPlanFile,
+        IllegalSchedule,
         ValueError,
         TypeError,
         KeyError,
@@ -134,7 +138,11 @@ def unsound(what: str) -> Iterator[None]:
         gzip.BadGzipFile,
         EOFError,
     ) as error:
-        raise InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again") from error
+        if isinstance(error, InvalidPlanFile):
+            return error
+        if isinstance(error, IllegalSchedule):
+            return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+        return InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again")
 
 
 class Reader:

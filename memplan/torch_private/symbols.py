@@ -27,6 +27,7 @@ from torch.fx.graph import _Namespace
 from torch.utils._sympy import functions
 from torch.utils._sympy.printers import PythonPrinter
 
+from memplan.errors import UnsupportedModel
 from memplan.torch_private.fakes import FakeTensor, FakeTensorMode
 from memplan.torch_private.tensors import suggest_memory_format
 
@@ -36,7 +37,7 @@ _MOST = 2**40  # elements of a dimension
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-class FixedSize(Exception):
+class FixedSize(UnsupportedModel):
     """Something can't be done for sizes that vary."""
 
 

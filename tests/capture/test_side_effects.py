@@ -405,7 +405,7 @@ def test_escaped_tensors_are_found_wherever_they_are() -> None:
     made.note(tensors)
     hidden["list"] += [tensors[0], ("loss", tensors[2]), "other"]
     hidden["object"].aux = tensors[1]
-    with pytest.raises(memplan.UnsupportedModel, match="leaves tensors in a"), made.kept_in():
+    with pytest.raises(memplan.UnsupportedModel, match="leaves tensors in a"), made:
         del tensors
     assert hidden["list"] == ["other"]
     assert not hasattr(hidden["object"], "aux")

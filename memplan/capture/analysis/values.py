@@ -22,7 +22,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.island_ops import kernel_of
 from memplan.capture.ops.layout import storage_key, tensors_of
-from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
+from memplan.capture.ops.ways import MakeIslands, Refusal
 from memplan.capture.trace.islands import calls_around
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
@@ -155,24 +155,20 @@ class _StepBuilder:
 
     # -- views ------------------------------------------------------------------------------------------------------
 
-    def _add_node(self, node: fx.Node, phase: Phase) -> None:
-        try:
-            self._add(node, phase)
-        except UnsupportedModel as error:
-            if way_of(error):
-                raise
-            around = calls_around(self.raw.layers.get(node.name, ""))
-            raise Refusal(str(error), MakeIslands([around])) from error
+    def _refusal(self, node: fx.Node, message: str) -> Refusal:
+        """A refusal of an op, which a call around it could run as an island."""
+        return Refusal(message, MakeIslands([calls_around(self.raw.layers.get(node.name, ""))]))
 
-    def _add(self, node: fx.Node, phase: Phase) -> None:
+    def _add_node(self, node: fx.Node, phase: Phase) -> None:
         if node.target is operator.getitem:
             self._add_getitem(node)
             return
         tensors = tensors_of(node.meta.get("val"))
         if any(t.layout is not torch.strided for t in tensors):
-            raise UnsupportedModel(
+            raise self._refusal(
+                node,
                 f"{node.target} gives a tensor of layout {tensors[0].layout}; only strided tensors can be planned. "
-                "Sparse gradients: set sparse=False"
+                "Sparse gradients: set sparse=False",
             )
         writes = written_nodes(node)
         if not tensors and not writes:
@@ -197,7 +193,7 @@ class _StepBuilder:
 
     def _add_view(self, node: fx.Node, arguments: dict[int, fx.Node], tensors: Sequence[torch.Tensor]) -> None:
         if len(arguments) > 1 or len(node.all_input_nodes) > 1:
-            raise UnsupportedModel(f"{node.target} returns views of several tensors at once")
+            raise self._refusal(node, f"{node.target} returns views of several tensors at once")
         self.draft.parents[node] = arguments[storage_key(tensors[0])]
 
     def _add_getitem(self, node: fx.Node) -> None:
@@ -230,10 +226,12 @@ class _StepBuilder:
         if node.target in op_facts.UNPLANNABLE:
             where = self.raw.layers.get(node.name, "")
             reason = op_facts.UNPLANNABLE[node.target]
-            raise UnsupportedModel(f"{node.target} in {where or 'the model'} can't be planned: {reason}")
+            raise self._refusal(node, f"{node.target} in {where or 'the model'} can't be planned: {reason}")
         if any(isinstance(a, torch.Generator) for a in (*node.args, *node.kwargs.values())):
-            raise UnsupportedModel(
-                f"{node.target} draws from a generator of its own; a planned step can replay only the default generator"
+            raise self._refusal(
+                node,
+                f"{node.target} draws from a generator of its own; a planned step can replay only the default "
+                "generator",
             )
         island = kernel_of(node.target, str(node.args[0]), self.raw.islands) if node.args else None
         target, args, kwargs = self._simplified(node) if island is None else (island, node.args[1:], node.kwargs)
@@ -318,8 +316,8 @@ class _StepBuilder:
             elif several and storage.value in op.outputs:
                 continue  # two results in one storage
             else:
-                raise UnsupportedModel(
-                    f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results"
+                raise self._refusal(
+                    node, f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results"
                 )
 
 

@@ -39,7 +39,7 @@ from memplan.capture.attributes.tables import (
     leaves_of,
 )
 from memplan.capture.ops.ways import Refusal, StateChanges
-from memplan.errors import UnsupportedModel
+from memplan.errors import or_raise
 
 _MEMBERS = {"_modules": "submodule", "_parameters": "parameter", "_buffers": "buffer"}
 
@@ -245,36 +245,36 @@ class AttributesKept:
 
     def changed(self) -> bool:
         """Whether anything is now another than it was."""
-        try:
-            return bool(self.changes())
-        except UnsupportedModel:
-            return True
+        return self._changes() != ()
 
     def changes(self) -> tuple[SetValue, ...]:
         """Attributes that now have another plain value.
 
-        Raises UnsupportedModel where anything else changed, because a planned step would not change it. It is a
-        Refusal with `StateChanges` where a first run may have left it.
+        Raises a Refusal where anything else changed, because a planned step would not change it. Its way is
+        `StateChanges` where a first run may have left it.
         """
+        return or_raise(self._changes())
+
+    def _changes(self) -> tuple[SetValue, ...] | Refusal:
         for name, kind, members, before in self._members:
             for key in _exchanged(members, before):
                 change = "removes" if key not in members else "exchanges" if key in before else "adds"
                 filled = kind == "_buffers" and before.get(key) is None
-                raise Refusal(
+                return Refusal(
                     f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
                     "Where only the first forward does so, run it before memplan.apply",
                     StateChanges("", at_first=True) if filled else None,
                 )
         for name, generator, state in self._generators:
             if _drawn_from(generator) != state:
-                raise Refusal(
+                return Refusal(
                     f"forward draws from a {type(generator).__name__} of its own; a planned step would take the same "
                     "number each time. Draw it outside of forward and pass it in, or use torch's generator",
                     StateChanges(name),
                 )
         for path, container, before in self._containers.values():
             if not is_unchanged(before, container):
-                raise Refusal(
+                return Refusal(
                     f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
                     "forward, or keep such state in a buffer",
                     StateChanges(path, at_first=True),
@@ -289,7 +289,7 @@ class AttributesKept:
                 if anew.get((name, key), ABSENT) is value:
                     continue
                 if not is_plain(value) or isinstance(table, MappingProxyType):
-                    raise Refusal(
+                    return Refusal(
                         f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
                         "not. Return it from forward, or keep such state in a buffer",
                         StateChanges(name, at_first=True),

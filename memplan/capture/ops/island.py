@@ -199,10 +199,7 @@ class Island:
         forward_cost, backward_cost = costs
         island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
         numbers = island.numbers(tensors, [static[place] for place in opened])
-        try:
-            island.rules = SizeRules((*self.known, self.seen), numbers)
-        except private.FixedSize as error:
-            raise private.FixedSize(f"{self.function} runs as it is, and {error}") from None
+        island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
         return island, island._with(numbers)
 
     def at(self, numbers: Numbers) -> Island:

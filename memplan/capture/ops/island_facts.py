@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -110,20 +110,24 @@ class SizeRules:
     in this order. Each call compares what the island gives with that.
     """
 
-    def __init__(self, seen: Sequence[Seen], numbers: Sequence[Any]) -> None:
+    def __init__(self, function: str, seen: Sequence[Seen], numbers: Sequence[Any]) -> None:
         """Learn from runs. numbers: those of a trace. Raises FixedSize if runs do not tell how facts go with these."""
+        refused = f"{function} runs as it is, and"
         columns = list(zip(*(s.numbers for s in seen), strict=True))
         pairs = zip(columns, numbers, strict=True)
         if any(private.is_symbolic(number) and len(set(column)) == 1 for column, number in pairs):
-            raise private.FixedSize("it has not run at enough sizes yet")
+            raise private.FixedSize(f"{refused} it has not run at enough sizes yet")
         for small, large in itertools.permutations(seen, 2):
             growth = max(1, *(n / max(m, 1) for n, m in zip(large.held_bytes, small.held_bytes, strict=True)))
             scratch = [(n, m * growth) for n, m in zip(large.scratch_bytes, small.scratch_bytes, strict=True)]
             # The margin is for rounding; of little scratch it would hide squares.
             if any(n > most + min(SCRATCH_MARGIN_BYTES, most / _ROUNDED) for n, most in scratch):
-                raise private.FixedSize("it needs memory that grows faster than what it is given and gives")
+                raise private.FixedSize(f"{refused} it needs memory that grows faster than what it is given and gives")
         rows = zip(*(numbers_in(s.facts) for s in seen), strict=True)
-        found: Iterator[Size] = iter([_rule(row, columns) for row in rows])
+        rules = [_rule(row, columns) for row in rows]
+        found = iter([rule for rule in rules if rule is not None])
+        if None in rules:
+            raise private.FixedSize(f"{refused} sizes of what it gives follow no rule")
         self._facts = with_numbers(seen[0].facts, lambda _: next(found))
         self._evaluation = Evaluation(expressions_in(numbers_in(self._facts)))
 
@@ -135,8 +139,8 @@ class SizeRules:
         return facts
 
 
-def _rule(values: Sequence[int], columns: Sequence[Sequence[int]]) -> Size:
-    """A number as a function of others. Raises FixedSize.
+def _rule(values: Sequence[int], columns: Sequence[Sequence[int]]) -> Size | None:
+    """A number as a function of others; None if none was found.
 
     - values: what it was in each run.
     - columns: what each of the others was in each run. That of place i is s[i].
@@ -160,4 +164,4 @@ def _rule(values: Sequence[int], columns: Sequence[Sequence[int]]) -> Size:
         line = [slope.numerator * n + start for n in column]
         if slope and line == [slope.denominator * value for value in values]:
             return Expression(f"({slope.numerator} * {name} + {start}) // {slope.denominator}")
-    raise private.FixedSize("sizes of what it gives follow no rule")
+    return None

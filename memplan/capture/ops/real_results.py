@@ -16,7 +16,8 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.signature import signature
-from memplan.capture.ops.ways import OtherResults, Refusal
+from memplan.capture.ops.ways import OtherResults, Refusal, way_of
+from memplan.errors import BudgetInfeasible, Refused
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -117,22 +118,34 @@ def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
     )
 
 
-def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
+def or_refusal(plan: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | Refused:
+    """What a function that traces and plans returns, or what is raised while ops are timed in it.
+
+    These are BudgetInfeasible for an op without room, and a Refusal with `OtherResults`.
+    """
+    try:
+        return plan(*args, **kwargs)
+    except (BudgetInfeasible, Refusal) as error:
+        if isinstance(error, Refusal) and not isinstance(error.way, OtherResults):
+            raise
+        return error.with_traceback(None)  # or its frames would keep the capture
+
+
+def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T | Refused]:
     """Wrap a function that traces and plans, to do so again as long as it finds other results of ops on the way.
 
-    Raises a Refusal with `OtherResults` if it finds nothing new.
+    It returns what `or_refusal` does: a Refusal with `OtherResults` if it finds nothing new.
     """
 
     @wraps(plan)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | Refused:
         noted = OtherResults()
         while True:
-            try:
-                return plan(*args, **kwargs)
-            except Refusal as error:
-                if not isinstance(error.way, OtherResults) or error.way == noted:
-                    raise
-                noted = error.way
-                note_results(noted.found, noted.unsteady)
+            found = or_refusal(plan, *args, **kwargs)
+            way = way_of(found)
+            if not isinstance(way, OtherResults) or way == noted:
+                return found
+            noted = way
+            note_results(noted.found, noted.unsteady)
 
     return call

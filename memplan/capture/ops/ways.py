@@ -103,6 +103,6 @@ class Refusal(UnsupportedModel):
         self.way = way
 
 
-def way_of(error: BaseException) -> Way | None:
-    """The way of a refusal; None for other errors."""
+def way_of(error: object) -> Way | None:
+    """The way of a refusal; None for everything else."""
     return error.way if isinstance(error, Refusal) else None

@@ -42,8 +42,9 @@ _MEAN = 1  # the reduction of a loss
 _MAKING = threading.Lock()  # PyTorch takes a kernel for an op but once
 
 Tensors = tuple[torch.Tensor | None, ...]
-# (what the node saved, its results, the gradients it was given) -> eager's results, or None where they are the same
-Formula = Callable[[Sequence[Any], Tensors, Tensors], Tensors | None]
+# (what the node saved, its results, the gradients it was given) -> eager's results, None where they are the same, or
+# why a plan can't give them
+Formula = Callable[[Sequence[Any], Tensors, Tensors], Tensors | str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +88,10 @@ class _Hook:
     place: str
 
     def __call__(self, results: Tensors, given: Tensors) -> Tensors | None:
-        try:
-            return self.formula(self.saved, results, given)
-        except UnsupportedModel as error:
-            raise UnsupportedModel(f"{error}. It is run at {self.place}") from None
+        found = self.formula(self.saved, results, given)
+        if isinstance(found, str):
+            raise UnsupportedModel(f"{found}. It is run at {self.place}")
+        return found
 
 
 @contextlib.contextmanager
@@ -310,7 +311,7 @@ def _in_the_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if made.stride() == tensor.stride() else made.copy_(tensor)
 
 
-def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
+def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | str | None:
     """Compute in place, so that the logits keep their dtype for targets of any dtype."""
     x, target, weight, pos_weight, reduction = saved
     (grad,) = given
@@ -318,7 +319,7 @@ def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> 
     if grad is None or results[0] is None or len(dtypes) == 1:
         return None
     if results[1] is not None:
-        raise UnsupportedModel(
+        return (
             "binary_cross_entropy_with_logits of several dtypes with targets that require grad can't be planned: let "
             "all its arguments have one dtype"
         )
@@ -335,17 +336,15 @@ def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> 
     return (found.to(results[0].dtype), None)
 
 
-def _product(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+def _product(saved: Sequence[Any], results: Tensors, given: Tensors) -> str | None:
     (x,) = saved
-    if x.dim():
-        raise UnsupportedModel(_PRODUCT)
+    return _PRODUCT if x.dim() else None
 
 
-def _cumulative_product(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+def _cumulative_product(saved: Sequence[Any], results: Tensors, given: Tensors) -> str | None:
     x, dim = saved
     dim = dim if dim < x.dim() else dim - 2**64  # a negative one is shown as if it had no sign
-    if x.numel() > 1 and x.shape[dim] > 1:
-        raise UnsupportedModel(_PRODUCT)
+    return _PRODUCT if x.numel() > 1 and x.shape[dim] > 1 else None
 
 
 _PRODUCT = (
@@ -354,9 +353,10 @@ _PRODUCT = (
 )
 
 
-def _filled(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
-    if results[1] is not None:
-        raise UnsupportedModel(
-            "the gradient of a value that masked_fill fills in is summed in an order that depends on the mask's data. "
-            "Use torch.where(mask, value, x)"
-        )
+def _filled(saved: Sequence[Any], results: Tensors, given: Tensors) -> str | None:
+    if results[1] is None:
+        return None
+    return (
+        "the gradient of a value that masked_fill fills in is summed in an order that depends on the mask's data. Use "
+        "torch.where(mask, value, x)"
+    )

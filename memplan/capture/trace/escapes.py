@@ -12,7 +12,7 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from types import CellType, FrameType, ModuleType
 from typing import Any
 
@@ -33,23 +33,22 @@ class MadeTensors:
         """Note results of an op, or what stands for the model's tensors."""
         self._made += (weakref.ref(t) for t in tensors if isinstance(t, private.FakeTensor))
 
-    @contextlib.contextmanager
-    def kept_in(self) -> Iterator[None]:
+    def __enter__(self) -> MadeTensors:
         """A context for traces. No tensor of theirs may outlive it.
 
-        Where one does, it is taken away from whoever holds it, and UnsupportedModel is raised. Nothing that a trace
-        consists of may be referred to at the end.
+        Where one does, it is taken away from whoever holds it, and a Refusal is raised. Nothing that a trace consists
+        of may be referred to at the end.
         """
-        try:
-            yield
-        except UnsupportedModel as error:
-            cause: BaseException | None = error
-            while cause is not None:  # their frames hold what the trace consists of
-                cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
-            self._take_back()
-            raise
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and not isinstance(error, UnsupportedModel):
+            return
+        cause: BaseException | None = error
+        while cause is not None:  # their frames hold what the trace consists of
+            cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
         holders = self._take_back()
-        if holders:
+        if holders and error is None:
             raise Refusal(
                 f"forward or backward leaves tensors in {', '.join(map(_in_words, holders[:3]))}, which a planned step "
                 "would not. Return them from forward, or put them into attributes of modules",

@@ -29,10 +29,6 @@ _SETTINGS = frozenset(
 _UNFIT_TAGS = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class _Unfit(Exception):
-    """An op that is not plain enough."""
-
-
 @dataclass(frozen=True, slots=True)
 class _TensorLayout:
     """How a tensor lies in its memory."""
@@ -81,13 +77,16 @@ class _Results:
 
 
 class _OpCall:
-    """An op's arguments: the tensors among them, a key of what they look like, and what to write to the trace."""
+    """An op's arguments: the tensors among them, a key of what they look like, and what to write to the trace.
+
+    fits: the arguments are plain enough to be known again.
+    """
 
     def __init__(self, recording: private.Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take the arguments apart. Raises _Unfit."""
         self._recording = recording
         self.tensors: list[torch.Tensor] = []
         self.varies = False  # an argument depends on sizes that vary
+        self.fits = True
         args_look, self.args = self._apart(args)
         self.kwargs, looks = dict[str, Any](), [args_look]
         for name, value in kwargs.items():
@@ -103,7 +102,8 @@ class _OpCall:
         if kind is private.FakeTensor:
             node = self._recording.node(thing)
             if node is None:
-                raise _Unfit
+                self.fits = False
+                return None, None
             self.tensors.append(thing)
             self.varies = self.varies or private.varies(thing)
             return _look(thing), node
@@ -113,8 +113,7 @@ class _OpCall:
         if kind is torch.SymInt:
             self.varies = True
             return (kind, private.key_of_size(thing)), self._recording.number(thing)
-        if kind not in _SETTINGS:
-            raise _Unfit
+        self.fits &= kind in _SETTINGS
         return (kind, thing), thing
 
 
@@ -148,23 +147,22 @@ class Memo:
             return trace()
         try:
             call = _OpCall(recording, args, kwargs)
+            if not call.fits:
+                return trace()
             if func in op_facts.VIEWS and not call.varies and _is_plain(call.tensors, args[0]):
                 return _viewed(recording, func, args, call)
             key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
             met = key in self._known
-        except (_Unfit, TypeError):  # a size that depends on data can't be a key
+        except TypeError:  # a size that depends on data can't be a key
             return trace()
         if met:
             known = self._known[key]
             return trace() if known is None else _repeated(recording, func, call, known)
         before = recording.length
         outputs = trace()
-        try:
-            if _OpCall(recording, args, kwargs).looks != call.looks:
-                raise _Unfit
-            self._known[key] = _results(recording, func, call, outputs, before)
-        except _Unfit:
-            self._known[key] = None
+        again = _OpCall(recording, args, kwargs)
+        same = again.fits and again.looks == call.looks
+        self._known[key] = _results(recording, func, call, outputs, before) if same else None
         return outputs
 
 
@@ -240,40 +238,42 @@ def _output(
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: Any, before: int) -> _Results:
-    """What an op gave that was just traced. before: the number of nodes before it. Raises _Unfit."""
+def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: Any, before: int) -> _Results | None:
+    """What an op gave that was just traced; None if that is not plain enough. before: the number of nodes before it."""
     kind = type(outputs) if type(outputs) in (list, tuple) else None
     several = list(outputs) if kind else [outputs]
     results = tuple(None if output is None else _result(recording, output, call.tensors) for output in several)
     made = [storage_key(t) for t, result in zip(several, results, strict=True) if result and result.argument is None]
     nodes = [recording.node(output) for output in several if output is not None]
+    if len(nodes) > sum(result is not None for result in results):
+        return None
     if not nodes or None in nodes or len(set(made)) < len(made) or any(tag in func.tags for tag in _UNFIT_TAGS):
-        raise _Unfit
+        return None
     node = nodes[0].args[0] if kind else nodes[0]  # type: ignore[union-attr]
     if not isinstance(node, fx.Node) or (node.target, node.args, node.kwargs) != (func, call.args, call.kwargs):
-        raise _Unfit
+        return None
     if func.namespace != "aten":
-        raise _Unfit  # of a user's own op nobody knows what its results depend on
+        return None  # of a user's own op nobody knows what its results depend on
     if recording.written_since(before) != 1 + (len(several) if kind else 0) or (
         kind and type(node.meta["val"]) is not kind
     ):
-        raise _Unfit
+        return None
     return _Results(kind, results)
 
 
-def _result(recording: private.Recording, output: Any, given: Sequence[torch.Tensor]) -> _Result:
-    """One result of an op in terms of the tensors that it was given. Raises _Unfit."""
+def _result(recording: private.Recording, output: Any, given: Sequence[torch.Tensor]) -> _Result | None:
+    """One result of an op in terms of the tensors that it was given; None if it is not plain enough."""
     if type(output) is not private.FakeTensor or output.layout is not torch.strided:
-        raise _Unfit
+        return None
     if output.is_conj() or output.is_neg() or output.is_inference():
-        raise _Unfit
+        return None
     layout, storage = _TensorLayout.of(output), storage_key(output)
     around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage]
     if len(around) > 1:
-        raise _Unfit  # in whose memory it would lie were they not in one is not known
+        return None  # in whose memory it would lie were they not in one is not known
     same = bool(around) and given[around[0]] is output
     if output.requires_grad and not same:
-        raise _Unfit
+        return None
     if around:
         return _Result(around[0], same, layout, output.device)
     with private.without_modes(), recording.unwritten():
@@ -281,5 +281,5 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
         sizes = (layout.offset, own.nbytes(), output.untyped_storage().nbytes())
     offset, own_bytes, held_bytes = map(private.key_of_size, sizes)
     if offset != 0 or own_bytes != held_bytes:
-        raise _Unfit
+        return None
     return _Result(None, False, layout, output.device, own.nbytes())

@@ -173,35 +173,37 @@ class _StepTrace:
     def _errors_in_words(self) -> Iterator[None]:
         try:
             yield
-        except UnsupportedModel as error:
-            refusal = self._refused(error, str(error))
-            raise (error if way_of(error) or not refusal.way else refusal) from error.__cause__
-        except private.FixedSize as error:
-            raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
-        except private.DATA_DEPENDENT_ERRORS as error:
-            raise self._refused(
-                error,
-                f"the shape or value of a result depends on data ({first_line(error)}): module {self._notes.module}, "
-                f"{line_of(error)}. Compute it outside of the model and pass it in, or use operations whose result "
-                "shapes are fixed, such as torch.where",
-            ) from error
-        except (KeyboardInterrupt, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:
-            if private.is_call_of_compiled_code(error):
-                raise Refusal(
-                    f"forward calls a function that went through torch.compile: module {self._notes.module}, "
-                    f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out",
-                    MakeIslands([self._notes.around()], compiled=True),
-                ) from error
-            raise self._refused(
-                error,
-                f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
-                f"  in module {self._notes.module}, {line_of(error)}",
-            ) from error
+            is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
+            raise self._in_words(error) from error.__cause__ if is_refusal else error
 
-    def _refused(self, error: Exception, message: str) -> Refusal:
-        return refusal_of(error, message, self._islands, self._notes.around())
+    def _in_words(self, error: Exception) -> Exception:
+        """The refusal of a step for an error from its trace."""
+        module, around = self._notes.module, self._notes.around()
+        if isinstance(error, private.FixedSize):
+            return UnsupportedModel(f"{error}, in module {module}, at {line_of(error)}")
+        if private.is_call_of_compiled_code(error):
+            return Refusal(
+                f"forward calls a function that went through torch.compile: module {module}, "
+                f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out",
+                MakeIslands([around], compiled=True),
+            )
+        message = (
+            f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
+            f"  in module {module}, {line_of(error)}"
+        )
+        if isinstance(error, UnsupportedModel):
+            message = str(error)
+        elif isinstance(error, private.DATA_DEPENDENT_ERRORS):
+            message = (
+                f"the shape or value of a result depends on data ({first_line(error)}): module {module}, "
+                f"{line_of(error)}. Compute it outside of the model and pass it in, or use operations whose result "
+                "shapes are fixed, such as torch.where"
+            )
+        refusal = refusal_of(error, message, self._islands, around)
+        return error if isinstance(error, UnsupportedModel) and (way_of(error) or not refusal.way) else refusal
 
     # -- what is traced ---------------------------------------------------------------------------------------------
 

@@ -214,7 +214,7 @@ class Agreement:
             planning, planned = _PlanningRound(self._ranks), True
             if plan is not None and (step is None or self._one_schedule):
                 step, problem = self._attempt(functools.partial(plan, planning.share))
-                problem = None if isinstance(problem, _LeaderFailed) else problem
+                problem = None if planning.leader_failed else problem  # the leader tells the reason itself
             planning.finish()
 
     def together(self, run: Callable[[], object]) -> None:
@@ -296,7 +296,7 @@ class _PlanningRound:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._shared = False
+        self._shared = self.leader_failed = False
 
     def share(
         self,
@@ -320,8 +320,9 @@ class _PlanningRound:
         plans = self._hand_over(plan or b"")
         if problem is not None:
             raise problem
-        if not plans[leader]:
-            raise _LeaderFailed
+        self.leader_failed = not plans[leader]
+        if self.leader_failed:
+            raise RuntimeError("the rank that makes the plan has failed")
         return SharedPlans(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
 
     def finish(self) -> None:
@@ -348,10 +349,6 @@ class _PlanningRound:
             rank: self._ranks.broadcast(plan if rank == self._ranks.rank else b"", size, rank) if size else b""
             for rank, size in enumerate(sizes)
         }
-
-
-class _LeaderFailed(Exception):
-    """The rank that was to plan could not. It tells the reason itself."""
 
 
 def _are_equal(words: Sequence[_Word]) -> bool:

@@ -25,7 +25,6 @@ from memplan.capture.attributes.tables import held_tensors, own_generators
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import CallReader, OutputTemplate, Sample, leaf_names
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
-from memplan.errors import NothingToTrain
 from memplan.runtime.trial.unplanned_peak import bits_of
 from memplan.torch_private import pytree
 
@@ -202,10 +201,10 @@ def _contents(model: nn.Module) -> list[torch.Tensor]:
 def _run_backward(template: OutputTemplate) -> None:
     """Run backward outside of autocast, as training loops do. Outputs beside a loss get numbers that vary."""
     torch.clear_autocast_cache()
-    try:
-        chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
-    except NothingToTrain:  # the loop that is audited may have run backward itself
+    wanted = [t.requires_grad for t in template.tensors]
+    if not any(wanted):  # the loop that is audited may have run backward itself
         return
+    chosen = differentiated_outputs(template, wanted)
     starts, source = [template.tensors[i] for i in chosen], torch.Generator().manual_seed(0)
     gradients = [torch.randn(t.shape, generator=source).to(t) if t.dim() else torch.ones_like(t) for t in starts]
     with torch.autocast(starts[0].device.type, enabled=False):
