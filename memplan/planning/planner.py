@@ -36,7 +36,8 @@ from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.checkpointed import layers_of
-from memplan.runtime.program.lower import Grads, Program, lower
+from memplan.runtime.program.lower import lower
+from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.ranks.agreement import Share
