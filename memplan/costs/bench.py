@@ -28,7 +28,7 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
-from memplan.capture.ops.layout import storage_key, strided_parts, strides_that_matter, tensors_of
+from memplan.capture.ops.layout import same_bits, storage_key, strided_parts, strides_that_matter, tensors_of
 from memplan.capture.ops.op_facts import is_of_pytorch
 from memplan.capture.ops.real_results import Facts, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.capture.ops.ways import OtherResults, Refusal, way_of
@@ -145,10 +145,7 @@ class Bench:
             torch.manual_seed(0)
             seen = _seen_anew(args, kwargs)
             found.append([p for t in tensors_of(target(*seen[0], **seen[1])) for p in strided_parts(t)])
-        return not all(
-            torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in pair))
-            for pair in zip(*found, strict=True)
-        )
+        return not all(same_bits(*pair) for pair in zip(*found, strict=True))
 
     def _new_bytes(self, index: int) -> int:
         values = self.traced.graph.values

@@ -19,13 +19,14 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
+from memplan.capture.attributes.remembered import results_forgotten
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
-from memplan.capture.trace.call import Call, OutputTemplate
+from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.forwards import in_place_of_state
@@ -34,10 +35,8 @@ from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, re
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
-from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
-from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.capture.trace.tensor_hooks import watching_tensors
 from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
