@@ -202,7 +202,7 @@ def _capture(
         _refuse_writes_to(traced, "input", "constant")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw)
-    answers = raw.answers[: raw.forward_reads]
+    answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
         traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, backward, answers,
         tangents=tangents, requiring=options.requiring, islands=raw.told,
