@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from memplan.planned_models import remove as remove
     from memplan.planned_models import report as report
     from memplan.plans.plan import Plan as Plan
-    from memplan.problem.data import Budget as Budget
+    from memplan.problem.budgets import Budget as Budget
     from memplan.problem.data import Buffers as Buffers
     from memplan.problem.data import GatherSpeed as GatherSpeed
     from memplan.problem.data import Link as Link
@@ -66,7 +66,7 @@ _HOMES = {
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "Remedy": "errors", "UnsupportedModel": "errors", "chunked_loss": "losses",
     "opaque": "capture.trace.islands",
-    "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
+    "Plan": "plans.plan", "Budget": "problem.budgets", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",
     "Shard": "capture.shards", "Shards": "capture.shards", "format_bytes": "units", "parse_bytes": "units",
 }  # fmt: skip

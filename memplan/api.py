@@ -34,7 +34,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
-from memplan.runtime.program.lower import Grads
+from memplan.runtime.program.program import Grads
 from memplan.runtime.program.step import ServingStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from memplan import torch_private as private
-from memplan.capture.ops.layout import tensor_text
+from memplan.capture.ops.layout import same_bits, tensor_text
 from memplan.capture.trace.call import Sample
 from memplan.errors import NothingToTrain
 from memplan.installed.planned_forward import plans_set_aside
@@ -28,7 +28,6 @@ from memplan.runtime.trial.recorded_step import (
     StepRecord,
     StepStart,
     named_tensors,
-    same_bits,
 )
 
 Kind = Literal["error", "output", "second run", "gradient", "input", "buffer", "parameter", "generator"]

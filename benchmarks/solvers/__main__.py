@@ -21,12 +21,11 @@ from typing import Any
 
 from benchmarks.environment import environment
 from benchmarks.gpt8 import gpt8
-from benchmarks.solvers.capture import INSTANCES
+from benchmarks.solvers.capture import INSTANCES, load_problem
 from benchmarks.solvers.highs import FORMS, milp_row, shown
 from memplan import config as configs
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
-from memplan.problem.file import load_problem
 from memplan.solvers import Front, solve_front
 
 SHARES = (0.7, 0.5, 0.35)

@@ -11,11 +11,33 @@ import argparse
 from pathlib import Path
 
 from benchmarks.solvers.models import MODELS
+from memplan.errors import InvalidPlanFile, or_raise
 from memplan.planning.planner import Planner
 from memplan.planning.settings import Settings
-from memplan.problem.file import save_problem
+from memplan.problem.data import Problem
+from memplan.problem.file import pack, problem_from_json, problem_to_json, read_checked, unpack
 
 INSTANCES = Path(__file__).parent / "instances"
+_FORMAT, _VERSION = "memplan.problem", 4
+
+
+def save_problem(problem: Problem, path: str | Path) -> None:
+    """Write a problem as JSON, gzipped where it is large or the name ends in `.gz`."""
+    content = {"format": _FORMAT, "version": _VERSION} | problem_to_json(problem)
+    Path(path).write_bytes(pack(content, gzipped=str(path).endswith(".gz")))
+
+
+def load_problem(path: str | Path) -> Problem:
+    """Read a problem and check every index in it. Raises InvalidPlanFile, OSError where the file can't be read."""
+    data = Path(path).read_bytes()
+
+    def read() -> Problem:
+        content = unpack(data)
+        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+            raise InvalidPlanFile(f"this is not a memplan problem file of version {_VERSION}")
+        return problem_from_json(content)
+
+    return or_raise(read_checked("problem", read))
 
 
 def main() -> int:

@@ -17,13 +17,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.analysis.values import build_traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.attributes_kept import (
-    AddedHook,
-    AttributesKept,
-    LeftBehind,
-    SetValue,
-    UselessTensor,
-)
+from memplan.capture.attributes.attributes_kept import AddedHook, AttributesKept, LeftBehind, SetValue, UselessTensor
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.tables import attribute_owners
 from memplan.capture.capturable import (
@@ -34,6 +28,7 @@ from memplan.capture.capturable import (
     refuse_subclasses,
     refuse_wrappers,
 )
+from memplan.capture.collector import without_collections
 from memplan.capture.key import StepKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
@@ -42,7 +37,6 @@ from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
-from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, refuse_reads
@@ -208,7 +202,7 @@ def _capture(
         _refuse_writes_to(traced, "input", "constant")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw)
-    answers = raw.answers[: raw.forward_reads]
+    answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
         traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, backward, answers,
         tangents=tangents, requiring=options.requiring, islands=raw.told,

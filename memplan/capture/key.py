@@ -104,7 +104,8 @@ class StepKey:
 
     def guard(self, traced: Traced, raw: RawTrace) -> None:
         """Attach what forward read from tensors, to be read again before each call."""
-        self._guards, self._attribute_reads, self._tensor_reads = Guards(traced), raw.attribute_reads, raw.tensor_reads
+        self._guards, self._tensor_reads = Guards(traced), raw.tensor_reads
+        self._attribute_reads = tuple(raw.attribute_reads)
         self._sizes = traced.sizes
         if traced.sizes is not None:
             self.arguments.generalise(traced.sizes, self.numbers)

@@ -12,14 +12,13 @@ import memplan
 from memplan.command_line.audit_command import add_audit
 from memplan.command_line.caches import add_clear_costs, add_warmup
 from memplan.command_line.demo import add_demo
-from memplan.command_line.diff import add_diff
 from memplan.command_line.doctor import add_doctor
 from memplan.command_line.outcomes import MISTAKEN, Mistake, Outcome
 from memplan.command_line.plan_command import add_explore, add_plan
 from memplan.command_line.report import add_report
 from memplan.errors import InvalidPlanFile, MemplanError
 
-_COMMANDS = (add_plan, add_explore, add_report, add_diff, add_audit, add_demo, add_warmup, add_doctor, add_clear_costs)
+_COMMANDS = (add_plan, add_explore, add_report, add_audit, add_demo, add_warmup, add_doctor, add_clear_costs)
 _STATUS = (
     "exit status: 0 done, and it fits; 1 a mistake that you can put right; 2 wrong usage; 3 no plan fits, or an audit "
     "has findings"

@@ -1,8 +1,9 @@
-"""What the command line says of a model, what comes of that, and what all kinds of models need for it."""
+"""What the command line says of a model, what comes of that, and what all kinds of models are made and trained with."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,3 +87,41 @@ def title_of(model: nn.Module, dtype: str, batch: str) -> str:
     count = sum(p.numel() for p in model.parameters())
     shown = f"{count / 1e9:.2f}e9" if count >= 1e8 else f"{count / 1e6:.2f}e6"
     return f"{type(model).__name__}, {shown} parameters, {dtype}, {batch}"
+
+
+def with_adapters(model: nn.Module, rank: int) -> nn.Module:
+    """The model with low-rank adapters at its linear layers, which alone are trained. Raises Mistake."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what no plan needs as peft imports it
+    try:
+        import peft
+    except ImportError:
+        raise Mistake("--lora needs peft", "it is not installed", "pip install peft") from None
+    targets: Any = "all-linear"
+    if not hasattr(model, "get_output_embeddings"):  # by which peft leaves out the head
+        targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    is_on_paper = any(p.is_meta for p in model.parameters())
+    try:
+        with torch.device("meta" if is_on_paper else "cpu"):
+            return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=targets)).train()
+    except (ValueError, TypeError) as error:
+        raise Mistake(
+            "adapters can't be put into this model",
+            str(error),
+            "leave --lora out, or put them in yourself in a function",
+        ) from error
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
+    """An optimizer of what is trained. Raises Mistake where nothing is."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise Mistake("the model has nothing to train", "no parameter requires grad", "let some, or give --lora")
+    match name:
+        case "adamw":
+            return torch.optim.AdamW(parameters, fused=True)
+        case "sgd":
+            return torch.optim.SGD(parameters, fused=True)
+        case "adafactor":
+            return torch.optim.Adafactor(parameters)
+        case _:
+            return None

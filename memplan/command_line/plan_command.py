@@ -33,7 +33,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
         "--largest-batch", type=count, nargs="?", const=0, metavar="ROWS",
         help="look for the fastest micro-batch, with so many rows to each step of the optimizer (any number)",
     )  # fmt: skip
-    command.add_argument("--out", type=Path, metavar="FILE", help="save the plan: for apply(plan=), report and diff")
+    command.add_argument("--out", type=Path, metavar="FILE", help="save the plan: for apply(plan=) and report")
     command.set_defaults(run=_plan)
     return command
 

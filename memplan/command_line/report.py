@@ -10,7 +10,6 @@ from memplan.command_line.outcomes import Mistake, Outcome
 
 if TYPE_CHECKING:
     from memplan.plans.figures import PlanFigures
-    from memplan.plans.plan import Plan
 
 _FIGURES = (
     "peak_bytes", "baseline_peak_bytes", "activation_peak_bytes", "floor_bytes", "time_s", "baseline_time_s",
@@ -28,7 +27,13 @@ def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _report(given: argparse.Namespace) -> Outcome:
-    plan = loaded_plan(given.file)
+    from memplan.plans.plan import Plan
+
+    try:
+        plan = Plan.load(given.file)
+    except OSError as error:
+        next_step = "make one with: memplan plan MODEL --out FILE"
+        raise Mistake(f"there is no plan in {str(given.file)!r}", str(error), next_step) from None
     facts = figures_as_json(plan)
     if given.html is None:
         return Outcome(plan.report().rstrip("\n"), facts)
@@ -37,18 +42,6 @@ def _report(given: argparse.Namespace) -> Outcome:
     except OSError as error:
         raise Mistake(f"{str(given.html)!r} can't be written", str(error), "give a place to write to") from None
     return Outcome(f"{plan.report()}\nwritten: {given.html}", facts | {"html": str(given.html)})
-
-
-def loaded_plan(path: Path) -> Plan:
-    """A plan from a file. Raises Mistake where there is none, InvalidPlanFile where it is no sound one."""
-    from memplan.plans.plan import Plan
-
-    try:
-        return Plan.load(path)
-    except OSError as error:
-        raise Mistake(
-            f"there is no plan in {str(path)!r}", str(error), "make one with: memplan plan MODEL --out FILE"
-        ) from None
 
 
 def figures_as_json(plan: PlanFigures) -> dict[str, Any]:

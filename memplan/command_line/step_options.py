@@ -62,9 +62,8 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
     import torch
 
     from memplan import torch_private as private
-    from memplan.command_line.described import Wanted
+    from memplan.command_line.described import Wanted, optimizer_of, with_adapters
     from memplan.command_line.model_source import described
-    from memplan.command_line.training_setup import optimizer_of, with_adapters
     from memplan.planning.settings import Settings
 
     with warnings.catch_warnings():

@@ -26,7 +26,7 @@ from memplan.planning.planner import Planner
 from memplan.planning.settings import LossFunction
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.program.lower import Program
+from memplan.runtime.program.program import Program
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement
 from memplan.runtime.trial.one_forward import ForwardFails

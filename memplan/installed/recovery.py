@@ -19,7 +19,7 @@ from memplan.errors import PlanMismatch, Refused, or_raise
 from memplan.installed.choice import StepChoice
 from memplan.installed.comparison import Comparison
 from memplan.logs import log
-from memplan.runtime.program.decisions import OtherBranch
+from memplan.runtime.program.check import OtherBranch
 from memplan.runtime.program.execute import Gradients
 from memplan.runtime.program.in_flight import InFlight
 from memplan.runtime.program.step import PlannedStep, ServingStep

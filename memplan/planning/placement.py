@@ -18,7 +18,8 @@ from memplan.problem.budgets import limit_bytes
 from memplan.problem.data import Link
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.place import materialise, place
-from memplan.runtime.host.transfers import Transfers, measure_link
+from memplan.runtime.host.streams import measure_link
+from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.step import PlannedStep

@@ -11,12 +11,12 @@ from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
+from memplan.capture.collector import without_collections
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
-from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
@@ -36,7 +36,8 @@ from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.checkpointed import layers_of
-from memplan.runtime.program.lower import Grads, Program, lower
+from memplan.runtime.program.lower import lower
+from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.ranks.agreement import Share

@@ -16,8 +16,9 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
 from memplan.capture.ops.sizes import Numbers
+from memplan.costs.estimate import estimate
 from memplan.costs.libraries import library_bytes
-from memplan.costs.measure import estimate, measure
+from memplan.costs.measure import measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
 from memplan.errors import UnsupportedModel
 from memplan.planning.homes import Movable, all_names, with_homes

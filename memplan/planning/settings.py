@@ -14,11 +14,11 @@ from torch import nn
 from memplan.capture.shards import Shards
 from memplan.config import Config, ConfigLike, config_of
 from memplan.plans.figures import Random
-from memplan.problem.budgets import SMALLEST, BudgetLike, device_bytes, parsed
-from memplan.problem.data import Budget, Link, Roofline, Surroundings
+from memplan.problem.budgets import SMALLEST, Budget, BudgetLike, device_bytes, parsed
+from memplan.problem.data import Link, Roofline, Surroundings
 from memplan.runtime.host.place import Init
 from memplan.runtime.host.updates import refuse_update_in_backward
-from memplan.runtime.program.lower import Grads
+from memplan.runtime.program.program import Grads
 
 LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]

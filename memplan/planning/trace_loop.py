@@ -33,7 +33,8 @@ from memplan.capture.ops.ways import (
     way_of,
 )
 from memplan.capture.trace.call import Call, Forward, Sample
-from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, is_wholly_called, name_of
+from memplan.capture.trace.forwards import is_wholly_called
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
 from memplan.capture.trace.raw_trace import Answer
 from memplan.errors import UnsupportedModel
 from memplan.logs import log

@@ -1,11 +1,26 @@
-"""What budgets come to in bytes: memory is rounded up, budgets down."""
+"""Budgets, and what they come to in bytes: memory is rounded up, budgets down."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
-from memplan.problem.data import Budget
 from memplan.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of one training step, in parts; None is no limit.
+
+    - device: peak bytes on the device, everything included (an int, "8GiB", or a fraction of the unplanned peak).
+    - activations: peak bytes less parameters, buffers and inputs (what the literature calls activation memory).
+    - host: bytes of pinned host memory to which values may be offloaded; None forbids it.
+    """
+
+    device: int | float | str | None = None
+    activations: int | float | str | None = None
+    host: int | str | None = None
+
 
 BudgetLike = int | float | str | Budget
 

@@ -293,20 +293,6 @@ class GatherSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """Limits of one training step, in parts; None is no limit.
-
-    - device: peak bytes on the device, everything included (an int, "8GiB", or a fraction of the unplanned peak).
-    - activations: peak bytes less parameters, buffers and inputs (what the literature calls activation memory).
-    - host: bytes of pinned host memory to which values may be offloaded; None forbids it.
-    """
-
-    device: int | float | str | None = None
-    activations: int | float | str | None = None
-    host: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What an engine around the training step holds on the device, so that plans leave room for it.
 

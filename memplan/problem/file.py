@@ -1,4 +1,4 @@
-"""Problems as JSON, gzipped where large, never pickle: in plan files, and by themselves for work on solvers."""
+"""Problems as JSON, gzipped where large, never pickle: in plan files."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
-from memplan.errors import IllegalSchedule, InvalidPlanFile, or_raise
+from memplan.errors import IllegalSchedule, InvalidPlanFile
 from memplan.problem.data import (
     RESIDENT_ROLES,
     Blocks,
@@ -27,30 +26,9 @@ from memplan.problem.data import (
     Value,
 )
 
-_FORMAT = "memplan.problem"
-_VERSION = 4
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
 _T = TypeVar("_T")
-
-
-def save_problem(problem: Problem, path: str | Path) -> None:
-    """Write a problem as JSON, gzipped where it is large or the name ends in `.gz`."""
-    content = {"format": _FORMAT, "version": _VERSION} | problem_to_json(problem)
-    Path(path).write_bytes(pack(content, gzipped=str(path).endswith(".gz")))
-
-
-def load_problem(path: str | Path) -> Problem:
-    """Read a problem and check every index in it. Raises InvalidPlanFile, OSError where the file can't be read."""
-    data = Path(path).read_bytes()
-
-    def read() -> Problem:
-        content = unpack(data)
-        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
-            raise InvalidPlanFile(f"this is not a memplan problem file of version {_VERSION}")
-        return problem_from_json(content)
-
-    return or_raise(read_checked("problem", read))
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:

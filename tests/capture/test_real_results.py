@@ -13,7 +13,7 @@ from torch import nn
 import memplan
 from memplan.capture.ops import real_outputs, real_results
 from memplan.capture.trace import op_watch
-from memplan.costs import measure as costs
+from memplan.costs import bench
 from tests.capture.test_capture import LAID_OUT, LOSSES, NORMS, Loss, Norm, Permuted
 from tests.support.zoo import Sample, assert_same_bits, run_steps
 
@@ -129,7 +129,7 @@ def test_the_first_step_of_a_plan_that_was_taken_over_is_checked(
     net, sample = permuted("elu")
     with monkeypatch.context() as elsewhere:
         elsewhere.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
-        elsewhere.setattr(costs, "_alike", lambda *facts: True)
+        elsewhere.setattr(bench, "_alike", lambda *facts: True)
         plan = memplan.plan(net, sample, 1.0)
     assert_planned_as_plain(copy.deepcopy(net), sample, plan)
     real_results._NOTED.clear()

@@ -51,7 +51,6 @@ SMALL = SMALL_GPT2[:-6]
         (("report", "nowhere.plan"), "there is no plan in 'nowhere.plan'"),
         (("audit", "gpt2"), "'gpt2' is no function"),
         (("audit", "json:loads", "--batch", "2"), "has no parameter 'batch'"),
-        (("diff", "nowhere.plan", "nowhere.plan"), "there is no plan in 'nowhere.plan'"),
     ],
     ids=lambda value: " ".join(value[:1] + value[-2:]) if isinstance(value, tuple) else None,
 )
@@ -140,7 +139,7 @@ def test_a_forward_that_raises(run: Run, tmp_path: Path) -> None:
         ("plan", "gpt2", "--flops", "-1"),
         ("plan", "gpt2", "--dtype", "int8"),
         ("explore", "gpt2", "--update", "backward"),
-        ("diff", "a.plan"),
+        ("report",),
     ],
 )
 def test_wrong_usage(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:

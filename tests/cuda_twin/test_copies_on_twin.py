@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import memplan
-from memplan.runtime.host.transfers import CudaStreams, Transfers
+from memplan.runtime.host.streams import CudaStreams
+from memplan.runtime.host.transfers import Transfers
 from tests.cuda_twin import twin
 from tests.cuda_twin.models import loss_of, pictures, resnet50, small_llama
 from tests.cuda_twin.races import races

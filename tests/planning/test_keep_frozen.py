@@ -29,6 +29,7 @@ from memplan.problem.schedule import Prefetch, Stay
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
 from memplan.runtime.host.standing import Contents
+from memplan.runtime.host.streams import FakeStreams
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import _placements, least_bytes
@@ -162,7 +163,7 @@ def pair(seed: int | None = None) -> tuple[Adapted, Adapted, torch.Tensor]:
     plain, sample = Adapted(), torch.randn(24, 32)
     net = copy.deepcopy(plain)
     memplan.apply(net, sample, plan=plan_below_the_floor(), costs="estimate", config=QUICK, keep_frozen=True)
-    transfers_of(net)._streams = engine.FakeStreams(seed)
+    transfers_of(net)._streams = FakeStreams(seed)
     return plain, net, sample
 
 
@@ -240,7 +241,7 @@ def test_other_ways_to_train_keep_them_too(options: dict[str, Any]) -> None:
     memplan.apply(net, sample, budget, **OPTIONS, **options, optimizer=optimizers[1], keep_frozen=True)
     plan = memplan.plan_of(net)
     assert plan is not None and plan.staying_bytes
-    transfers_of(net)._streams = engine.FakeStreams(0)
+    transfers_of(net)._streams = FakeStreams(0)
     found: list[list[Any]] = [[], []]
     for model, optimizer, losses in zip((plain, net), optimizers, found, strict=True):
         torch.manual_seed(7)
@@ -403,7 +404,7 @@ def test_on_another_stream_copies_are_made_anew(monkeypatch: pytest.MonkeyPatch)
     plain, net, sample = pair(0)
     net(sample).backward()
     transfers, stream = transfers_of(net), object()
-    monkeypatch.setattr(engine.FakeStreams, "computing", lambda self: stream)
+    monkeypatch.setattr(FakeStreams, "computing", lambda self: stream)
     transfers.keep(net.parameters())
     assert not copies_of(net)
     net.zero_grad()
@@ -445,16 +446,16 @@ class Interrupted(BaseException):
 def test_an_interrupted_step_leaves_no_half_made_copy(where: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, net, sample = pair(0)
     start = copy.deepcopy(plain.state_dict())
-    calls, original = 0, engine.FakeStreams.copy
+    calls, original = 0, FakeStreams.copy
 
-    def failing(self: engine.FakeStreams, *arguments: Any) -> Any:
+    def failing(self: FakeStreams, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == where:
             raise Interrupted
         return original(self, *arguments)
 
-    monkeypatch.setattr(engine.FakeStreams, "copy", failing)
+    monkeypatch.setattr(FakeStreams, "copy", failing)
     with pytest.raises(Interrupted):
         train(net, sample)
     monkeypatch.undo()

@@ -43,6 +43,7 @@ from memplan.problem.schedule import (
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
 from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.host.streams import FakeStreams
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
@@ -293,7 +294,7 @@ def planned(name: str, share: float, seed: int | None, host_budget: str = "1GiB"
     net, sample = MODELS[name](0)
     memplan.apply(net, sample, int(share * floor_of(name)), costs="estimate", host_budget=host_budget, link=PCIE)
     for step in planned_forward(net).steps:  # type: ignore[union-attr]
-        step.runner.store.transfers = engine.Transfers(torch.device("cpu"), engine.FakeStreams(seed))  # type: ignore[union-attr]
+        step.runner.store.transfers = engine.Transfers(torch.device("cpu"), FakeStreams(seed))  # type: ignore[union-attr]
     return net, sample
 
 
@@ -312,7 +313,7 @@ def test_three_steps_are_the_plain_models_bits(name: str) -> None:
     start = copy.deepcopy(net.state_dict())
     transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
     for seed in (None, 0, 1):
-        transfers._streams = engine.FakeStreams(seed)
+        transfers._streams = FakeStreams(seed)
         net.load_state_dict(start)
         assert_same_bits(expected, run_steps(net, sample, steps=3))
     assert transfers.allocations == 1
@@ -356,7 +357,7 @@ def test_fifty_orders_of_copies(name: str) -> None:
     start = copy.deepcopy(net.state_dict())
     for seed in range(50):
         for step in planned_forward(net).steps:  # type: ignore[union-attr]
-            step.runner.store.transfers._streams = engine.FakeStreams(seed)  # type: ignore[union-attr]
+            step.runner.store.transfers._streams = FakeStreams(seed)  # type: ignore[union-attr]
         net.load_state_dict(start)
         assert_same_bits(expected, run_steps(net, sample))
 
@@ -431,7 +432,7 @@ def test_a_copy_that_keeps_nothing_alive_makes_wrong_numbers(monkeypatch: pytest
         assert_same_bits(expected, run_steps(net, sample, steps=1))
 
 
-class CountingStreams(engine.FakeStreams):
+class CountingStreams(FakeStreams):
     """Counts the host memory that copies use."""
 
     host_bytes = 0
@@ -517,11 +518,11 @@ def test_what_goes_wrong_in_a_step_loses_no_weight(where: str, monkeypatch: pyte
         return original(*arguments)  # type: ignore[arg-type]
 
     name = "pinned" if where == "host memory" else "copy"
-    original = getattr(engine.FakeStreams, name)
+    original = getattr(FakeStreams, name)
     loss = loss_of(call(net, sample)) if where == "backward" else None
     if where == "host memory":
         planned_forward(net).steps[0].runner.store.transfers.close()  # type: ignore[union-attr]
-    monkeypatch.setattr(engine.FakeStreams, name, failing)
+    monkeypatch.setattr(FakeStreams, name, failing)
     with pytest.raises((Interrupted, MemoryError)):
         call(net, sample) if loss is None else loss.backward()
     monkeypatch.undo()
@@ -569,7 +570,7 @@ def test_a_thousand_steps() -> None:
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_fake_copies_are_done_whichever_thread_waits_for_them(seed: int | None) -> None:
-    streams, source = engine.FakeStreams(seed), torch.ones(1 << 16, dtype=torch.uint8)
+    streams, source = FakeStreams(seed), torch.ones(1 << 16, dtype=torch.uint8)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -18,7 +18,7 @@ from torch import nn
 import memplan
 from memplan.__main__ import main
 from memplan.capture.capture import capture
-from memplan.costs import measure as costs
+from memplan.costs import bench
 from memplan.costs.measure import measure
 from memplan.costs.optimizer import optimizer_needs
 from tests.support.meter import LiveMeter, profiler_peak, storage_bytes
@@ -118,7 +118,7 @@ def facts_in(folder: Path) -> dict[str, list[float]]:
 def slowed(monkeypatch: pytest.MonkeyPatch, spread: bool) -> None:
     """A busy machine: each run of an op takes a second, or each of five takes another time."""
     runs = itertools.cycle((3.0, 1.0, 2.0, 4.0, 9.0) if spread else (1.0,))
-    monkeypatch.setattr(costs, "_timed", lambda *_: next(runs))
+    monkeypatch.setattr(bench, "_timed", lambda *_: next(runs))
 
 
 def test_costs_of_a_busy_machine_are_measured_again_until_repeats_agree(

@@ -16,6 +16,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.integrations.pipelining import plan_stages
 from memplan.problem.schedule import Boundary
 from memplan.runtime.host import transfers as engine
+from memplan.runtime.host.streams import Streams
 from tests.planning.test_offload import CountingStreams, DeviceMeter
 from tests.ranks.cells_deepspeed_sections import attached
 from tests.ranks.cells_pipelines import (
@@ -42,7 +43,7 @@ def copies_on_fakes(seed: int | None) -> Iterator[None]:
     """Stages that are planned meanwhile copy on counted fake streams."""
     before = engine.streams_for
 
-    def streams_for(device: torch.device) -> engine.Streams:
+    def streams_for(device: torch.device) -> Streams:
         streams = CountingStreams(seed)
         streams.meter = LiveMeter()
         return streams

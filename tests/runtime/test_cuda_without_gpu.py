@@ -26,7 +26,7 @@ from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import libraries
-from memplan.costs.measure import _Bench
+from memplan.costs.bench import Bench
 from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_memory, optimizer_needs
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.automatic import automatic_bytes, prepare_allocator
@@ -34,7 +34,7 @@ from memplan.planning.settings import Settings
 from memplan.problem.data import Costs, Problem, Requests
 from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.host.transfers import CudaStreams, FakeStreams
+from memplan.runtime.host.streams import CudaStreams, FakeStreams
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.rng import held_rng, replay_random, restore_held_rng, restore_rng, save_rng
 from memplan.runtime.watch.observe import Observer
@@ -387,7 +387,7 @@ class Allocator:
 def test_what_a_library_keeps_is_no_scratch_of_the_op_that_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
     allocator, model, x = Allocator(monkeypatch), nn.Linear(4, 4), torch.randn(2, 4)
     tensors = dict(model.named_parameters())
-    bench = _Bench(_traced(model, x), lambda kind, name, _: x if kind == "input" else tensors[name])
+    bench = Bench(_traced(model, x), lambda kind, name, _: x if kind == "input" else tensors[name])
     first_run, runs = bench._first_run, list[int]()
 
     def run(index: int, args: Any, kwargs: Any) -> Any:
@@ -406,7 +406,7 @@ def test_what_a_library_keeps_is_no_scratch_of_the_op_that_was_first(monkeypatch
 def test_blocks_that_an_op_asks_for_are_its_outputs_and_scratch() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     model = nn.LayerNorm(4)
-    bench = _Bench(_traced(model, x), lambda kind, name, _: x)
+    bench = Bench(_traced(model, x), lambda kind, name, _: x)
     result = torch.native_layer_norm(x, [4], model.weight, model.bias, 1e-5)
     mean, normed = result[1].data_ptr(), result[0].data_ptr()
     events = [(7, 0), (1, 512), (mean, 8), (1, 0), (1, 256), (normed, 32), (result[2].data_ptr(), 8)]

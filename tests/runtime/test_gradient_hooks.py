@@ -15,7 +15,7 @@ from torch import nn
 import memplan
 from memplan import torch_private as private
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.host.transfers import FakeStreams
+from memplan.runtime.host.streams import FakeStreams
 from tests.support.zoo import assert_same_bits
 
 

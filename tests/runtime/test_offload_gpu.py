@@ -16,7 +16,8 @@ from torch import nn
 import memplan
 from memplan.costs.libraries import most_library_bytes
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.host.transfers import CudaStreams, Transfers
+from memplan.runtime.host.streams import CudaStreams
+from memplan.runtime.host.transfers import Transfers
 from tests.capture.test_computed_branches import Guarded, batch
 from tests.planning.test_in_flight import Stage
 from tests.planning.test_keep_frozen import Adapted

@@ -22,6 +22,7 @@ from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Boundary, Drop, Offload, Wait
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
+from memplan.runtime.host.streams import Direction, FakeStreams, Streams
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
@@ -175,11 +176,11 @@ def planned(in_flight: int, seed: int | None, parameters_too: bool = False) -> t
     stage, plan = plain_stage(), plan_below_the_floor(in_flight, parameters_too)
     sample = torch.randn(SAMPLE).requires_grad_()
     memplan.apply(stage, sample, plan=plan, **options_of(in_flight, parameters_too))
-    use(stage, engine.FakeStreams(seed))
+    use(stage, FakeStreams(seed))
     return stage, plan
 
 
-def use(stage: torch.nn.Module, streams: engine.Streams) -> engine.Transfers:
+def use(stage: torch.nn.Module, streams: Streams) -> engine.Transfers:
     """Let copies run on these streams."""
     runner = planned_forward(stage).steps[0].runner  # type: ignore[union-attr]
     runner.store.transfers = engine.Transfers(torch.device("cpu"), streams)
@@ -211,7 +212,7 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
     stage, plan = planned(3, None, parameters_too)
     assert plan.offloaded_bytes and bool(plan.problem.graph.host_resident_bytes) == parameters_too
     for seed in (None, 0, 1):
-        transfers = use(stage, engine.FakeStreams(seed))
+        transfers = use(stage, FakeStreams(seed))
         for _ in range(2):
             assert_same_bits(expected, run(stage, order))
         assert transfers.allocations == len(transfers.slabs) == 3
@@ -272,7 +273,7 @@ def test_copies_may_be_under_way_while_other_microbatches_run(name: str, seed: i
     assert plan.waiting_bytes > plan_below_the_floor(3).waiting_bytes
     memplan.apply(stage, torch.randn(SAMPLE).requires_grad_(), plan=plan, **options_of(3))
     order = list(ORDERS[name](3, 7))
-    transfers = use(stage, engine.FakeStreams(seed))
+    transfers = use(stage, FakeStreams(seed))
     assert_same_bits(run(plain_stage(), order), run(stage, order))
     waiting = [stage(torch.randn(SAMPLE).requires_grad_()) for _ in range(3)]
     assert transfers._kept and len(transfers._kept) % 3 == 0
@@ -321,7 +322,7 @@ def test_a_microbatch_that_is_given_up_leaves_its_host_memory_to_others() -> Non
     order = list(one_f_one_b(3, 7))
     expected = run(plain_stage(), order)
     stage, _ = planned(3, 0)
-    transfers = use(stage, engine.FakeStreams(0))
+    transfers = use(stage, FakeStreams(0))
     forgotten = [stage(torch.randn(SAMPLE).requires_grad_()) for _ in range(3)]
     assert transfers.allocations == 3 and not transfers.slabs
     del forgotten
@@ -330,12 +331,12 @@ def test_a_microbatch_that_is_given_up_leaves_its_host_memory_to_others() -> Non
     assert transfers.allocations == len(transfers.slabs) == 3
 
 
-class FailingStreams(engine.FakeStreams):
+class FailingStreams(FakeStreams):
     """left: copies until one fails."""
 
     left = 1 << 30
 
-    def copy(self, direction: engine.Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
         self.left -= 1
         if self.left < 0:
             raise Interrupted
@@ -370,7 +371,7 @@ def test_a_plan_for_one_forward_runs_two_in_more_host_memory() -> None:
     """Losses that are added up before backward: bits hold; bytes on device and host are those of two."""
     plain = plain_stage()
     stage, plan = planned(1, 0)
-    transfers = use(stage, engine.FakeStreams(0))
+    transfers = use(stage, FakeStreams(0))
     found = []
     for model in (plain, stage):
         torch.manual_seed(1)

@@ -18,14 +18,7 @@ from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.named_table import NamedTable
-from memplan.capture.attributes.tables import (
-    ABSENT,
-    CHECKED_ELSEWHERE,
-    CONTAINERS,
-    PLAIN,
-    Table,
-    is_plain,
-)
+from memplan.capture.attributes.tables import ABSENT, CHECKED_ELSEWHERE, CONTAINERS, PLAIN, Table, is_plain
 
 _MOST_COMPARED = 256  # values of a container that a global names
 

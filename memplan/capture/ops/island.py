@@ -19,15 +19,12 @@ Islands are run outside of PyTorch's dispatcher: kernels of ops run beneath auto
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,20 +32,12 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island_facts import (
-    SCRATCH_MARGIN_BYTES,
-    BackwardFacts,
-    ForwardFacts,
-    Seen,
-    SizeRules,
-    numbers_in,
-    with_numbers,
-)
+from memplan.capture.ops.island_call import IslandCall
+from memplan.capture.ops.island_facts import BackwardFacts, ForwardFacts
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
 from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
 from memplan.capture.ops.saver import Saver, bytes_for
-from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
@@ -67,158 +56,8 @@ class _Enter(torch.autograd.Function):
         return (None, *(None for _ in grads))
 
 
-class IslandCost(NamedTuple):
-    """What one run of an op takes. scratch_bytes: held at its peak beyond its results."""
-
-    time_s: float
-    scratch_bytes: int
-
-
-_NOTHING = IslandCost(0.0, 0)
-
-
-@dataclass(eq=False)
-class Island:
-    """One call that can't be traced.
-
-    - name: no other call of the step has it.
-    - called: what is called: an autograd function, the path of a module, or the class of modules that forward makes.
-    - function: its name. title: it and the line that calls it, for messages.
-    - static: arguments that are no tensors; in the place of a tensor, which of the tensors it is.
-    - module: path of the module that is called; None for anything else.
-    - call: takes that module, the static arguments and the tensors, and gives what was returned.
-    - named: takes the model, and gives the Python attributes that each of the tensors has.
-    - owners: by tensor, the name of the parameter that it is.
-    - buffers: positions of tensors to which the call may write.
-    - inputs, needs: layouts of the tensors, and which of them get gradients.
-    - around, around_backward: make the contexts in which it and its backward run. backward_mode: names the latter.
-    - attributes: of a module, which must not have changed where it runs again in a step.
-    - device: of the plan.
-    - forward_facts, backward_facts: what runs of it gave, and have to give again.
-    - random: it draws from PyTorch's generators.
-    - repeats: it may run again in a step, and gives the same bits then.
-    - once: it leaves, or reads, Python state. alike: once that is put back, another run gives the same bits.
-    - kept: takes the model, and makes a context that puts Python state back.
-    - writes: positions of tensors to which it writes.
-    - loose: which arguments get gradients, and how often it reads them, may differ from run to run.
-    - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
-    - looked_at: its facts are known.
-    - forward_cost, backward_cost: what a run took.
-    - known: what runs at other sizes have shown.
-    - rules: its facts at other sizes; None for an island of one size. open: static arguments that vary with sizes.
-    - at_numbers: of its sizes, which the rules were asked about; None if it was looked at with these sizes.
-    """
-
-    name: str
-    called: Any
-    function: str
-    title: str
-    static: tuple[Any, ...]
-    module: str | None
-    call: Callable[..., Any]
-    named: Callable[[nn.Module], Sequence[Mapping[str, Any]]]
-    owners: tuple[str | None, ...]
-    buffers: frozenset[int]
-    inputs: tuple[Layout, ...]
-    needs: tuple[bool, ...]
-    device: torch.device
-    around: Callable[[], AbstractContextManager[Any]]
-    attributes: Callable[[nn.Module], Any] = type
-    around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    backward_mode: str = ""
-    forward_facts: ForwardFacts | None = None
-    backward_facts: BackwardFacts | None = None
-    random: bool = False
-    repeats: bool = True
-    once: bool = False
-    alike: bool = True
-    kept: Callable[[nn.Module], AbstractContextManager[Any]] = contextlib.nullcontext
-    writes: frozenset[int] = frozenset()
-    loose: bool = False
-    varies: bool = False
-    room: Layout | None = None
-    looked_at: bool = False
-    forward_cost: IslandCost = _NOTHING
-    backward_cost: IslandCost = _NOTHING
-    known: tuple[Seen, ...] = ()
-    rules: SizeRules | None = None
-    open: tuple[int, ...] = ()
-    at_numbers: Numbers | None = None
-    like: Any = None  # attributes of a module that forward makes
-    shared: frozenset[int] = frozenset()  # inputs that others give gradients to as well
-    _latest: Island | None = None  # that of the latest call, of an island with rules
-    _told: list[str] = field(default_factory=list)
-    _entered: Any = None  # the node at which the graph of the latest run begins
-    _seen: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
-
-    @property
-    def further_uses(self) -> list[int]:
-        """Positions of inputs, once for each gradient that they get beyond the first."""
-        assert self.forward_facts is not None
-        uses = () if self.room is not None else self.forward_facts.uses
-        return [position for position, count in enumerate(uses) for _ in range(1, count)]
-
-    # -- sizes ------------------------------------------------------------------------------------------------------
-
-    @property
-    def integers(self) -> tuple[int, ...]:
-        """Which of the static arguments are integers."""
-        return tuple(place for place, thing in enumerate(self.static) if type(thing) is int)
-
-    @property
-    def seen(self) -> Seen:
-        """What its runs have shown."""
-        assert self.forward_facts is not None
-        layouts = (*self.inputs, *self.forward_facts.results)
-        layouts += () if self.backward_facts is None else self.backward_facts.results
-        return Seen(
-            (*numbers_in(self.inputs), *(self.static[place] for place in self.integers)),
-            (self.forward_facts, self.backward_facts),
-            tuple(layout.nbytes for layout in layouts),
-            (self.forward_cost.scratch_bytes, self.backward_cost.scratch_bytes),
-        )
-
-    def numbers(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[Any, ...]:
-        """The numbers of a call, as in `Seen`. sizes: static arguments that vary."""
-        given = dict(zip(self.open, sizes, strict=True))
-        static = (given.get(place, self.static[place]) for place in self.integers)
-        return (*numbers_in(tuple(map(Layout.of, tensors))), *static)
-
-    def sized(self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[Island, Island]:
-        """This island for many sizes, and at those of a trace. Raises FixedSize.
-
-        static: arguments of the call in the trace. Symbols among them are open.
-        """
-        if self.varies:
-            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
-        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
-        costs = (
-            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
-            for c in (self.forward_cost, self.backward_cost)
-        )
-        forward_cost, backward_cost = costs
-        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
-        numbers = island.numbers(tensors, [static[place] for place in opened])
-        island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
-        return island, island._with(numbers)
-
-    def at(self, numbers: Numbers) -> Island:
-        """The island of a call with these numbers. The latest one is kept."""
-        if self._latest is None or self._latest.at_numbers != numbers:
-            self._latest = self._with(numbers)
-        return self._latest
-
-    def _with(self, numbers: tuple[Any, ...]) -> Island:
-        assert self.rules is not None
-        forward, backward = self.rules.at(numbers)
-        found, static = iter(numbers), list(self.static)
-        inputs = with_numbers(self.inputs, lambda _: next(found))
-        for place in self.integers:
-            static[place] = next(found)
-        return dataclasses.replace(
-            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
-            at_numbers=numbers,
-        )  # fmt: skip
+class Island(IslandCall):
+    """One call that can't be traced, and its two ops."""
 
     def _other(self, message: str) -> UnsupportedModel:
         """The error for a run that gives other tensors than planned."""

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from memplan.capture.ops.island import Island, IslandCost
+from memplan.capture.ops.island import Island
+from memplan.capture.ops.island_call import IslandCost
 from memplan.capture.ops.places import Layout
 from memplan.capture.ops.recorded_graph import graph_of
 

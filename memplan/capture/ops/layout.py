@@ -109,3 +109,8 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
         ranges.append((t.storage_offset(), t.storage_offset() + reach))
     ranges.sort()
     return any(later[0] <= earlier[1] for earlier, later in pairwise(ranges))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two strided tensors with one number of elements and one dtype have the same bytes in them."""
+    return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)))

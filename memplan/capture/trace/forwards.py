@@ -1,15 +1,16 @@
-"""Other forwards, parameters and buffers in the place of those that modules have, for a while."""
+"""Other forwards, calls, parameters and buffers in the place of those that modules have, for a while."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from memplan import torch_private as private
 from memplan.capture.trace.call import Forward
 
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
@@ -44,6 +45,45 @@ def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
         table.pop("forward", None)
     else:
         table["forward"] = forward
+
+
+def calls_exchanged(
+    model: nn.Module, callables: Collection[Any], instead: Callable[..., Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """A context in which calls of these modules give what `instead(called, module, original, args, kwargs)` gives.
+
+    - callables: paths of modules, and classes of modules that are not in the model. Of a module with hooks, or whose
+      calls are compiled, the whole call is exchanged, else its forward.
+    - original: makes the call as it is.
+    """
+    stack, of_model = contextlib.ExitStack(), set(model.modules())
+
+    def by_class(kind: type) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            original = functools.partial(private.called, module)
+            if module in of_model or type(module) is not kind:
+                return original(*args, **kwargs)
+            return instead(kind, module, original, args, kwargs)
+
+        return call
+
+    def of_module(path: str, module: nn.Module) -> Forward:
+        original = module.forward
+        if is_wholly_called(module):
+            original = private.compiled_call(module) or functools.partial(private.called, module)
+        return lambda *args, **kwargs: instead(path, module, original, args, kwargs)
+
+    modules = {m: of_module(path, m) for path, m in model.named_modules() if path in callables}
+    wholly = {m: call for m, call in modules.items() if is_wholly_called(m)}
+    kinds = {kind: by_class(kind) for kind in callables if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    stack.enter_context(forwards_exchanged({m: call for m, call in modules.items() if m not in wholly}))
+    stack.enter_context(private.calls_instead({**wholly, **kinds}))
+    return stack
+
+
+def is_wholly_called(module: nn.Module) -> bool:
+    """Whether a call of a module does more than to run its forward."""
+    return private.is_hooked(module) or private.compiled_call(module) is not None
 
 
 @contextlib.contextmanager

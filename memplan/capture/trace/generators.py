@@ -21,21 +21,35 @@ def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] =
 
     Raises a Refusal if Python's generators were drawn from. around: gives the modules in which.
     """
-    devices = [device] if device.type == "cuda" else []
-    python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_generators()
-    try:
+    devices, before = [device] if device.type == "cuda" else [], python_generators()
+    with python_generators_kept():
         with torch.random.fork_rng(devices=devices):
             yield
         moved = python_generators() != before
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
     if moved:
         raise Refusal(
             "forward draws from Python's random or numpy.random; a planned step would take the same number each time. "
             "Draw it outside of forward and pass it in, or use torch's generator",
             MakeIslands([around()]),
         )
+
+
+@contextlib.contextmanager
+def python_generators_kept() -> Iterator[None]:
+    """A context that leaves Python's and NumPy's own generators as they are."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+
+
+def seed_all(seed: int) -> None:
+    """Seed PyTorch's generators, Python's and NumPy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def seeding_itself(*args: Any, **kwargs: Any) -> None:

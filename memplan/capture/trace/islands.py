@@ -30,8 +30,7 @@ from memplan.capture.ops.island_facts import numbers_in, with_numbers
 from memplan.capture.ops.island_ops import BACKWARD, FORWARD
 from memplan.capture.ops.places import Layout, Place
 from memplan.capture.ops.ways import Calls, MakeIslands, Refusal
-from memplan.capture.trace.call import Forward
-from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.forwards import calls_exchanged
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_frame
 from memplan.torch_private import pytree
@@ -265,45 +264,6 @@ def refuse_reads(islands: Collection[Island], model: nn.Module, reads: Attribute
 def name_of(called: Any) -> str:
     """The name of an autograd function or a class, or the path of a module."""
     return called if isinstance(called, str) else str(called.__qualname__)
-
-
-def calls_exchanged(
-    model: nn.Module, callables: Collection[Any], instead: Callable[..., Any]
-) -> contextlib.AbstractContextManager[Any]:
-    """A context in which calls of these modules give what `instead(called, module, original, args, kwargs)` gives.
-
-    - callables: paths of modules, and classes of modules that are not in the model. Of a module with hooks, or whose
-      calls are compiled, the whole call is exchanged, else its forward.
-    - original: makes the call as it is.
-    """
-    stack, of_model = contextlib.ExitStack(), set(model.modules())
-
-    def by_class(kind: type) -> Callable[..., Any]:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            original = functools.partial(private.called, module)
-            if module in of_model or type(module) is not kind:
-                return original(*args, **kwargs)
-            return instead(kind, module, original, args, kwargs)
-
-        return call
-
-    def of_module(path: str, module: nn.Module) -> Forward:
-        original = module.forward
-        if is_wholly_called(module):
-            original = private.compiled_call(module) or functools.partial(private.called, module)
-        return lambda *args, **kwargs: instead(path, module, original, args, kwargs)
-
-    modules = {m: of_module(path, m) for path, m in model.named_modules() if path in callables}
-    wholly = {m: call for m, call in modules.items() if is_wholly_called(m)}
-    kinds = {kind: by_class(kind) for kind in callables if isinstance(kind, type) and issubclass(kind, nn.Module)}
-    stack.enter_context(forwards_exchanged({m: call for m, call in modules.items() if m not in wholly}))
-    stack.enter_context(private.calls_instead({**wholly, **kinds}))
-    return stack
-
-
-def is_wholly_called(module: nn.Module) -> bool:
-    """Whether a call of a module does more than to run its forward."""
-    return private.is_hooked(module) or private.compiled_call(module) is not None
 
 
 def refusal_of(error: Exception, message: str, islands: IslandsTraced, around: Calls) -> Refusal:

@@ -188,9 +188,9 @@ class OpWatch(private.TorchDispatchMode):
             size, stride = list(real.shape), list(real.stride())
             if self._symbolic is not None:
                 with self._recording.unwritten():
-                    size, stride = self._symbolic.shaped(len(self._notes.reads), real, output)
+                    size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
             fixed = tuple(None if private.is_symbolic(n) else n for n in size)
-            self._notes.reads.append(ScalarRead(node, fixed, self._notes.place(caller_line())))
+            self._notes.scalar_reads.append(ScalarRead(node, fixed, self._notes.place(caller_line())))
             return private.with_layout(output, size=size, stride=stride)
 
         return pytree.tree_map(sized, outputs)
@@ -258,9 +258,9 @@ class OpWatch(private.TorchDispatchMode):
         value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
         if seen is not None and seen.value != value:
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
-        number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.reads), value)
+        number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.scalar_reads), value)
         varies = private.is_symbolic(number)
-        self._notes.reads.append(ScalarRead(node, None if varies else value, self._notes.place(source)))
+        self._notes.scalar_reads.append(ScalarRead(node, None if varies else value, self._notes.place(source)))
         if varies:
             self._recording.bind_number(number, node)
         return number

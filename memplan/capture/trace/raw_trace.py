@@ -110,14 +110,12 @@ class AttributeRead:
     where: str
 
 
-@dataclass(slots=True)
-class RawTrace:
-    """The traced step. Placeholders are parameters, buffers and input tensors, in this order.
+@dataclass(slots=True, kw_only=True)
+class Noted:
+    """What is noted while a step is traced, and what its trace has of that.
 
-    - boundary: the last node of the forward pass.
+    - requires_grad: of the outputs.
     - tangents: nodes that stand for the gradients handed in, by output.
-    - gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
-    - layers: module path of each forward node.
     - scalar_reads, attribute_reads: numbers that forward read.
     - tensor_reads: attributes of parameters, buffers and inputs that it read: see `StandIns`.
     - reassigned: buffers that forward puts other tensors into, with the output that holds the new one.
@@ -128,12 +126,37 @@ class RawTrace:
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
     - odd_sums: (number of an addition in backward, its node, that of its first operand) where its strides would be
       others if it were made in place.
+    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
+    """
+
+    requires_grad: tuple[bool, ...] = ()
+    tangents: dict[int, fx.Node] = field(default_factory=dict)
+    scalar_reads: list[ScalarRead] = field(default_factory=list)
+    attribute_reads: list[AttributeRead] = field(default_factory=list)
+    tensor_reads: dict[tuple[str, str], Any] = field(default_factory=dict)
+    reassigned: dict[str, int] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    forward_reads: int = 0
+    decisions: tuple[Decision, ...] = ()
+    arrivals: list[str] = field(default_factory=list)
+    summed: tuple[str, ...] = ()
+    inner: dict[int, bool] = field(default_factory=dict)
+    odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
+    specs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RawTrace(Noted):
+    """The traced step. Placeholders are parameters, buffers and input tensors, in this order.
+
+    - boundary: the last node of the forward pass.
+    - gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
+    - layers: module path of each forward node.
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
     - told: islands with the reason for each, in words.
     - handed: names that lines of forward only hand on to islands.
-    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
 
     module: fx.GraphModule
@@ -142,24 +165,10 @@ class RawTrace:
     boundary: fx.Node
     template: OutputTemplate
     outputs: tuple[fx.Node, ...]
-    requires_grad: tuple[bool, ...]
-    tangents: dict[int, fx.Node]
     gradients: dict[str, fx.Node | None]
     layers: dict[str, str]
-    scalar_reads: tuple[ScalarRead, ...]
-    attribute_reads: tuple[AttributeRead, ...]
-    tensor_reads: dict[tuple[str, str], Any]
-    reassigned: dict[str, int]
-    answers: tuple[Answer, ...]
-    forward_reads: int
-    decisions: tuple[Decision, ...]
-    arrivals: tuple[str, ...]
-    summed: tuple[str, ...]
-    inner: dict[int, bool]
-    odd_sums: tuple[tuple[int, fx.Node, fx.Node], ...]
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     handed: frozenset[NamedOn] = frozenset()
-    specs: Mapping[str, Any] = field(default_factory=dict)

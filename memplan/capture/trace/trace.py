@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -19,13 +19,14 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
+from memplan.capture.attributes.remembered import results_forgotten
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
-from memplan.capture.trace.call import Call, OutputTemplate
+from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.forwards import in_place_of_state
@@ -33,11 +34,9 @@ from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
-from memplan.capture.trace.remembered import results_forgotten
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
-from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.capture.trace.tensor_hooks import watching_tensors
 from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
@@ -320,7 +319,7 @@ class _StepTrace:
                 tangents.append(torch.empty_like(output))
             node = private.tracer_node(tangents[-1])
             assert node is not None
-            self._notes.tangent_nodes[index] = node
+            self._notes.tangents[index] = node
         return chosen, tangents
 
     def _as_it_arrives(self, output: torch.Tensor, layout: GradientLayout) -> tuple[Sequence[int], Sequence[int]]:
@@ -353,27 +352,14 @@ class _StepTrace:
             boundary=notes.boundary,
             template=notes.template,
             outputs=tuple(outputs),
-            requires_grad=notes.requires_grad,
-            tangents=notes.tangent_nodes,
             gradients=dict(zip(wanted, gradients, strict=True)),
             layers=notes.layers(),
-            scalar_reads=tuple(notes.reads),
-            attribute_reads=tuple(notes.attribute_reads),
-            tensor_reads=notes.tensor_reads,
-            reassigned=notes.reassigned,
-            answers=tuple(notes.answers),
-            forward_reads=notes.forward_reads,
-            decisions=notes.decisions,
-            arrivals=tuple(notes.arrivals),
-            summed=notes.summed,
-            inner=notes.inner,
-            odd_sums=tuple(notes.odd_sums),
             symbolic=symbolic,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
             told=self._request.islands.told,
             handed=frozenset(self._islands.handed),
-            specs=notes.specs,
+            **{one.name: getattr(notes, one.name) for one in fields(Noted)},
         )
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.generators import python_generators
-from memplan.capture.trace.raw_trace import Answer, AttributeRead, Decision, ScalarRead
+from memplan.capture.trace.raw_trace import Answer, Decision, Noted
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 
@@ -22,23 +22,22 @@ OTHER_READS = "forward reads other values from tensors in a trace than when it r
 
 
 @dataclass(slots=True)
-class TraceNotes:
+class TraceNotes(Noted):
     """What the traced function notes while it runs.
 
     - names: paths of modules.
     - sources: placeholder name -> the real tensor that a scalar read may look at.
     - stack, spans: modules that run, and where in the graph each was entered or left.
     - seen: booleans that forward read from tensors in a run.
-    - answers: what the trace has read so far.
     - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
-    - in_place, odd_sums: see `sums`.
+    - in_place: see `sums`.
     - additions: how many there were in backward.
     - renamed: names of nodes by the ones that they had while they were traced, where these are others.
     - fixed_at: by symbol, where PyTorch came to depend on its value.
     - running: modules whose calls are not over.
     - python_state: of Python's generators when a module last began or ended. drew: the modules in which they moved.
 
-    The rest is handed on as it is: see `RawTrace`.
+    `RawTrace` has a copy of what is in `Noted`.
     """
 
     names: dict[nn.Module, str]
@@ -46,29 +45,15 @@ class TraceNotes:
     parameter_count: int
     stack: list[str] = field(default_factory=list)
     spans: list[tuple[int, str]] = field(default_factory=list)
-    reads: list[ScalarRead] = field(default_factory=list)
-    attribute_reads: list[AttributeRead] = field(default_factory=list)
-    tensor_reads: dict[tuple[str, str], Any] = field(default_factory=dict)
     boundary: fx.Node | None = None
     template: OutputTemplate | None = None
-    requires_grad: tuple[bool, ...] = ()
-    tangent_nodes: dict[int, fx.Node] = field(default_factory=dict)
     node_names: tuple[str, ...] = ()
-    reassigned: dict[str, int] = field(default_factory=dict)
-    arrivals: list[str] = field(default_factory=list)
-    summed: tuple[str, ...] = ()
-    inner: dict[int, bool] = field(default_factory=dict)
     seen: Iterator[Answer] | None = None
-    answers: list[Answer] = field(default_factory=list)
-    forward_reads: int = 0
     decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
     in_place: frozenset[int] = frozenset()
     additions: int = 0
-    odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
-    decisions: tuple[Decision, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
     fixed_at: dict[str, str] = field(default_factory=dict)
-    specs: dict[str, Any] = field(default_factory=dict)
     running: list[nn.Module] = field(default_factory=list)
     python_state: Any = None
     drew: tuple[Any, ...] = ()

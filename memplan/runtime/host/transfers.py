@@ -1,4 +1,4 @@
-"""Copies between device and host memory: the one place with streams, events and pinned memory.
+"""Copies between device and host memory, in slabs of pinned memory.
 
 A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab of
 pinned host memory serves one forward and its backward. The plan says where in it a value goes. A slab is one block of
@@ -7,158 +7,22 @@ plans of other batches too. A block that is too small goes back to the allocator
 
 A copy's source and target are kept alive until the copy has been waited for, so allocators need not know about streams.
 Where a step is given up half way, its copies are waited for then (`Transfers.settle`).
-
-Without a GPU the same program runs on `FakeStreams`. A copy then happens when it is waited for, or at random before.
-Until then its target holds NaN, so that a missing wait or a missing reference shows as wrong numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import random
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
 from memplan import torch_private as private
 from memplan.problem.addresses import pinned_bytes
-from memplan.problem.data import Link
 from memplan.runtime.host.standing import Contents, Standing
-
-Direction = Literal["out", "in"]
-_POISON = 0xFF  # NaN in every floating dtype, -1 in signed integers
-
-
-class Streams(Protocol):
-    """Copies that run beside the compute stream, one after the other in each direction."""
-
-    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Begin to copy bytes, once all work that was issued before is done. Gives what `wait` takes."""
-
-    def wait(self, event: Any) -> None:
-        """Let what is computed from here on wait for a copy."""
-
-    def finish(self, event: Any) -> None:
-        """Return when the copy is done."""
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New host memory that copies can use."""
-
-    def computing(self) -> Any:
-        """The compute stream, to be compared with others; None on a CPU."""
-
-
-class CudaStreams:
-    """A stream for each direction of one CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
-
-    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
-        stream = self._streams[direction]
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return event
-
-    def wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def finish(self, event: Any) -> None:
-        event.synchronize()
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def computing(self) -> Any:
-        return torch.cuda.current_stream(self.device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Bytes of a storage. The storage may be freed meanwhile."""
-
-    storage: weakref.ref[Any]
-    start: int
-    size_bytes: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Span:
-        # A storage's Python object lives exactly as long as the storage, whoever holds that.
-        return _Span(weakref.ref(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel())
-
-    def tensor(self) -> torch.Tensor | None:
-        storage = self.storage()
-        return None if storage is None else _bytes(storage, self.start, self.size_bytes)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _FakeCopy:
-    source: _Span
-    target: _Span
-
-    def run(self) -> None:
-        source, target = self.source.tensor(), self.target.tensor()
-        if source is not None and target is not None:  # else the memory is somebody else's by now
-            target.copy_(source)
-
-
-class FakeStreams:
-    """Streams on a CPU whose copies happen as late as possible, or early at random. They keep nothing alive.
-
-    They are stricter than real ones: copies are in no order, so each has to be waited for. Threads that update
-    parameters may wait for copies too. seed: of the random early copies; None never copies early.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = None if seed is None else random.Random(seed)
-        self._pending: list[_FakeCopy] = []
-        self._lock = threading.RLock()  # a copy that frees memory may end in here again
-
-    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
-        target.fill_(_POISON)
-        copy = _FakeCopy(_Span.of(source), _Span.of(target))
-        with self._lock:
-            self._pending.append(copy)
-            self._run_some()
-        return copy
-
-    def wait(self, event: _FakeCopy) -> None:
-        with self._lock:
-            if event in self._pending:
-                self._pending.remove(event)
-                event.run()
-            self._run_some()
-
-    def finish(self, event: _FakeCopy) -> None:
-        self.wait(event)
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        with private.outside_of_tracing():  # no meter counts it, for it is not on the device
-            return torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
-
-    def computing(self) -> Any:
-        return None
-
-    def _run_some(self) -> None:
-        if self._random is not None:
-            early = [copy for copy in self._pending if self._random.random() < 0.3]
-            self._pending = [copy for copy in self._pending if copy not in early]
-            for copy in early:
-                copy.run()
-
-
-def streams_for(device: torch.device) -> Streams:
-    """The streams of a device."""
-    return CudaStreams(device) if device.type == "cuda" else FakeStreams()
+from memplan.runtime.host.streams import Direction, Streams, bytes_within, streams_for
 
 
 class Transfers:
@@ -401,53 +265,9 @@ def _own_bytes(parameter: torch.Tensor) -> torch.Tensor:
     (`vector_to_parameters`).
     """
     start = int(parameter.storage_offset()) * parameter.element_size()
-    return _bytes(parameter.detach().untyped_storage(), start, parameter.nbytes)
+    return bytes_within(parameter.detach().untyped_storage(), start, parameter.nbytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.detach().untyped_storage()
-    return _bytes(storage, 0, storage.nbytes())
-
-
-def _bytes(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.Tensor:
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage, start, (size_bytes,), (1,))
-
-
-_SAMPLE_BYTES, _LEAST_SAMPLE_BYTES = 64 << 20, 1 << 20
-_PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Express 4.0 with 16 lanes gives
-
-
-@functools.cache
-def measure_link(device: torch.device) -> Link:
-    """The speed of pinned copies to and from a device, with both directions busy: the best of three runs.
-
-    Less is copied where the device has no room for more.
-    """
-    if device.type != "cuda":
-        return _PRETENDED
-    size_bytes = _SAMPLE_BYTES
-    while True:
-        try:
-            return _speed_of_copies(device, size_bytes)
-        except torch.OutOfMemoryError:
-            if size_bytes <= _LEAST_SAMPLE_BYTES:
-                raise
-            size_bytes //= 4
-
-
-def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:
-    out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    there = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    host = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
-    best = [0.0, 0.0]
-    for _ in range(3):
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]
-        for way, (stream, source, target) in enumerate(((out, there[0], host[0]), (back, host[1], there[1]))):
-            with torch.cuda.stream(stream):
-                events[way][0].record(stream)
-                target.copy_(source, non_blocking=True)
-                events[way][1].record(stream)
-        torch.cuda.synchronize(device)
-        best = [max(b, size_bytes / (1e-3 * e[0].elapsed_time(e[1]))) for b, e in zip(best, events)]
-    return Link(best[0], best[1])
+    return bytes_within(storage, 0, storage.nbytes())

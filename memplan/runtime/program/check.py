@@ -1,7 +1,18 @@
-"""A first run of a program, in which every result is compared with the traced one.
+"""Checks that a program makes while it runs: results are as traced, and branches as planned.
 
-Where ops are measured, that makes the same comparison. This is for programs whose ops were not run here before. A fake
-kernel that is wrong about strides would otherwise lead to other kernels further on, and so to other bits.
+In a first run of a program, every result is compared with the traced one. Where ops are measured, that makes the same
+comparison. This is for programs whose ops were not run here before. A fake kernel that is wrong about strides would
+otherwise lead to other kernels further on, and so to other bits.
+
+A plan has the branches that forward took in one run, and each later run checks them. A trace has no numbers, so forward
+is run once on the sample to see which way it goes (`trial.one_forward`); nothing of that run stays. Its answers are
+matched with the questions of the trace by the calls that lead to each read. Branches that depend on inputs alone are
+computed again before each call instead (`guards`).
+
+The check stands where the boolean is computed, as in eager, and not at the end of forward, because an op on the wrong
+branch may stop a GPU (an index out of range). A run that takes another branch starts over with another plan: the
+generator and the buffers that forward writes to are put back. Forwards that write to their arguments are not planned in
+this way.
 """
 
 from __future__ import annotations
@@ -15,6 +26,7 @@ from torch import fx
 from memplan.capture.ops.layout import strides_that_matter
 from memplan.capture.ops.real_results import Facts, call_of, can_be_noted, facts_of, note_results
 from memplan.capture.ops.ways import OtherResults, Refusal
+from memplan.errors import PlanMismatch
 
 TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
 
@@ -85,3 +97,18 @@ def is_read(node: fx.Node, place: int) -> bool:
         user.op != "output" for one in node.users if one.target is operator.getitem and one.args[1] == place
         for user in one.users
     )  # fmt: skip
+
+
+class OtherBranch(PlanMismatch):
+    """Forward takes another branch than the one that was planned."""
+
+
+def decide(computed: torch.Tensor, planned: bool, where: str) -> None:
+    """Go on if a boolean that forward branches on has the planned value, else raise OtherBranch.
+
+    Waits for the device, as eager does.
+    """
+    if bool(computed) is not planned:
+        raise OtherBranch(
+            f"forward branches on a computed value that is {not planned}, planned for {planned} ({where})"
+        )

@@ -24,13 +24,12 @@ from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
 from memplan.problem.schedule import Schedule
 from memplan.problem.steering import Steering
-from memplan.runtime.program.check import run_checked
+from memplan.runtime.program.check import OtherBranch, run_checked
 from memplan.runtime.program.cuda_graphs import refuse_capture
-from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
-from memplan.runtime.program.lower import Program
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
+from memplan.runtime.program.program import Program
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.program.tangents import Backwards, TangentLayout
 from memplan.runtime.watch.observe import Observer

@@ -17,9 +17,9 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.runtime.program.lower import Program
 from memplan.runtime.program.outputs import Returned
 from memplan.runtime.program.parameters import ParameterStore
+from memplan.runtime.program.program import Program
 
 
 @dataclass(frozen=True, slots=True)

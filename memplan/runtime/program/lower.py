@@ -10,20 +10,18 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import MetaTensor, Traced
+from memplan.capture.collector import without_collections
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import tensors_of
 from memplan.capture.ops.sizes import Expression, expressions_in, put
-from memplan.capture.trace.collector import without_collections
 from memplan.problem.addresses import place_host_copies
 from memplan.problem.schedule import (
     Boundary,
@@ -54,19 +52,12 @@ from memplan.runtime.host.transfers import (
     wait,
 )
 from memplan.runtime.program.bindings import binding
-from memplan.runtime.program.check import TRACED, as_traced, is_read
+from memplan.runtime.program.check import TRACED, as_traced, decide, is_read
 from memplan.runtime.program.collectives import GRADIENT, complete, start
-from memplan.runtime.program.decisions import decide
 from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
+from memplan.runtime.program.program import Grads, Program, Side
+from memplan.runtime.program.program_nodes import ProgramNodes
 from memplan.runtime.program.rng import ReplayedIsland, held_rng, replay_all, replay_random, save_rng
-
-Grads = Literal["surface", "edges"]
-Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
-
-
-def get_state(store: Any, names: tuple[str, ...]) -> list[torch.Tensor]:
-    """The parameters and buffers of these names, looked up when the program begins."""
-    return [tensor if private.is_ordinary(tensor) else private.plain(tensor) for tensor in store.tensors(names)]
 
 
 def made_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -77,45 +68,6 @@ def made_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) ->
 def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
     """Hand final gradients to autograd."""
     sink(names, gradients)
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """A lowered plan.
-
-    - forward: takes [store, sizes, *inputs] and returns [*outputs, *saved].
-    - backward: takes [store, sink, *tangents, *saved] and returns the gradients of the inputs that require grad, then,
-      under grads="edges", those of parameters.
-    - forward_inputs: positions of the inputs that forward takes.
-    - sizes: what the numbers in `sizes` are; none where the program is for one size.
-    - backward_inputs: positions of the inputs that backward reads.
-    - backward_state: parameters and buffers that backward reads or gives gradients to.
-    - backward_outputs: positions of the outputs whose memory backward reads.
-    - input_outputs: outputs that are inputs themselves: position of the output -> position of the input.
-    - output_count: the number of outputs.
-    - tangents: output index of each tangent.
-    - input_gradients: position of the input that each of the first results of backward belongs to.
-    - parameter_gradients: names of the parameters that the other results of backward belong to.
-    - grads: what `lower` was told.
-    - collectives: events that other ranks have to run in the same order, as in `Collectives`.
-    - staying: parameters of which copies stay on the device between steps.
-    """
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    forward_inputs: tuple[int, ...]
-    sizes: tuple[Expression, ...]
-    backward_inputs: tuple[int, ...]
-    backward_state: tuple[str, ...]
-    backward_outputs: tuple[int, ...]
-    input_outputs: dict[int, int]
-    output_count: int
-    tangents: tuple[int, ...]
-    input_gradients: tuple[int, ...]
-    parameter_gradients: tuple[str, ...]
-    grads: Grads
-    collectives: tuple[str, ...]
-    staying: tuple[str, ...]
 
 
 def lower(
@@ -136,83 +88,20 @@ def lower(
         return _Lowering(schedule, traced, grads, checks, steering).program()
 
 
-def _is_seen_as(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a view is one tensor of this dtype, and not several, as of unbind."""
-    tensor = node.meta["val"]
-    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype
-
-
-class _Side:
-    """One of the two graphs, while it is written."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.constants: dict[str, torch.Tensor] = {}
-        self.state_names: list[str] = []
-        self.residents: Instance = {}
-        self.numbers: dict[Expression, fx.Node] = {}
-        self.views: dict[Any, fx.Node] = {}  # by what they are views of, and their layout
-        self._last_placeholder: fx.Node | None = None
-        self._state: fx.Node | None = None
-        self.store = self.placeholder("store")
-
-    def placeholder(self, name: str) -> fx.Node:
-        if self._last_placeholder is None:
-            node = self.graph.placeholder(name)
-        else:
-            with self.graph.inserting_after(self._last_placeholder):
-                node = self.graph.placeholder(name)
-        self._last_placeholder = node
-        return node
-
-    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, name: str = "") -> fx.Node:
-        return self.graph.create_node("call_function", target, args, kwargs or {}, name=name or None)
-
-    def constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
-        self.constants[name] = tensor
-        return self.graph.get_attr(name)
-
-    def state(self, name: str) -> fx.Node:
-        if self._state is None:
-            with self.graph.inserting_after(self._last_placeholder):
-                self._state = self.call(get_state, (self.store, ()))
-        self.state_names.append(name)
-        return self.call(operator.getitem, (self._state, len(self.state_names) - 1), name=name)
-
-    def module(self, results: Sequence[fx.Node], name: str) -> fx.GraphModule:
-        if self._state is not None:
-            self._state.args = (self.store, tuple(self.state_names))
-        self.graph.output(list(results))
-        private.boxed(self.graph)
-        root = torch.nn.Module()
-        for attribute, tensor in self.constants.items():
-            root.register_buffer(attribute, tensor, persistent=False)
-        module = fx.GraphModule(root, self.graph, class_name=name)
-        self.graph.lint()
-        return module
-
-
-class _Lowering:
+class _Lowering(ProgramNodes):
     def __init__(
         self, schedule: Schedule, traced: Traced, grads: Grads, checks: bool, steering: Steering | None
     ) -> None:
-        self.schedule, self.traced, self.graph = schedule, traced, traced.graph
-        self.grads, self.checks = grads, checks
+        super().__init__(traced)
+        self.schedule, self.grads, self.checks = schedule, grads, checks
         self.outside = frozenset() if steering is None else steering.outside
         self.steered = {index for moves in (() if steering is None else steering.moves) for index in moves}
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
         self.gradients = {g.value: g for g in traced.gradients}
         self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
-        self.side = self.forward = _Side()
-        self.sizes = self.forward.placeholder("sizes")
-        self.expressions: list[Expression] = []  # what is in them
-        self.live: dict[int, Instance] = {}
         self.rng: dict[int, fx.Node] = {}
         self.ran: set[int] = set()
-        self.inputs: dict[int, fx.Node] = {}  # by position, in the forward program
-        self.carried: dict[fx.Node, fx.Node] = {}  # node of the forward program -> its placeholder in the backward one
-        self.carried_values: set[int] = set()
         self.tangents: tuple[int, ...] = ()
         self.outputs: list[fx.Node] = []
         self.host_memory = place_host_copies(self.graph, schedule)
@@ -268,111 +157,6 @@ class _Lowering:
                 break
         return dead
 
-    # -- tensors ----------------------------------------------------------------------------------------------------
-
-    def _tensor(self, node: fx.Node, value: int) -> fx.Node:
-        """The program's node for `node` of the trace, as a view of `value`'s memory."""
-        if self.graph.values[value].resident and not self.graph.values[value].fetched:
-            return self._look(node, self.side.residents, value)
-        return self._look(node, self.live[value], value)
-
-    def _look(self, node: fx.Node, instance: Instance, value: int) -> fx.Node:
-        if node in instance:
-            if instance[node].graph is not self.side.graph:
-                self.carried_values.add(value)
-                instance[node] = self._carry(instance[node])
-            return instance[node]
-        if node in self.traced.residents:
-            instance[node] = self._resident(node)
-            return instance[node]
-        parent = self.traced.parents[node]
-        if (alike := self._seen_alike(node)) is not None:
-            found = self._look(alike, instance, value)
-        elif node.target in op_facts.SAME_TENSOR or written_nodes(node):
-            found = self._look(parent, instance, value)
-        elif (shortcut := self._strided(node, parent, instance, value)) is not None:
-            found = shortcut
-        else:
-            base, sizes = self._look(parent, instance, value), self.traced.sizes
-            call = (node.args, node.kwargs)
-            if sizes is not None and node.name in sizes.nodes:
-                call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), self._number)
-            args, kwargs = fx.map_arg(call, lambda n: n if n.graph is self.side.graph else base)
-            found = self.side.call(binding(node.target, node.args, node.kwargs), args, kwargs)
-        instance[node] = found
-        return found
-
-    def _seen_alike(self, node: fx.Node) -> fx.Node | None:
-        """The tensor that a view is a view of, if it has the same layout as the view: `w` for `w.t().t()`.
-
-        With dimensions of one element, whose strides vary from call to call, the view is made.
-        """
-        seen, sizes = node.meta["val"], self.traced.sizes
-        if not isinstance(seen, torch.Tensor) or 1 in seen.shape or seen.is_complex() or sizes is not None:
-            return None
-        above = self.traced.parents.get(node)
-        while above is not None and not (_is_seen_as(above, seen.dtype) and self._layout(above) == self._layout(node)):
-            above = self.traced.parents.get(above)
-        return above
-
-    def _strided(self, node: fx.Node, parent: fx.Node, instance: Instance, value: int) -> fx.Node | None:
-        """A view of an op's result, or a chain of them, in one step, by the call that takes Python the least time."""
-        root = nearest = parent
-        while root in self.traced.parents:
-            root = self.traced.parents[root]
-        if node.target is operator.getitem or root in self.traced.residents or root not in self.traced.roots[value]:
-            return None
-        seen, made = node.meta["val"], root.meta["val"]
-        if not isinstance(seen, torch.Tensor) or seen.dtype != made.dtype or seen.is_complex():
-            return None
-        while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, made.dtype)):
-            nearest = self.traced.parents[nearest]
-        base, (shape, stride, offset) = self._look(nearest, instance, value), self._layout(node)
-        key = (base, *shape, *stride, offset)
-        if key not in self.side.views:
-            self.side.views[key] = self.side.call(torch.as_strided, (base, shape, stride, offset))
-        return self.side.views[key]
-
-    def _layout(self, node: fx.Node) -> tuple[list[Any], list[Any], Any]:
-        """(shape, stride, offset) of a tensor of the trace, in numbers of the program."""
-        sizes, tensor = self.traced.sizes, node.meta["val"]
-        found = None if sizes is None or node.name not in sizes.results else sizes.results[node.name][0]
-        if found is None:
-            return list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
-        shape, stride, offset = put((list(found.shape), list(found.stride), found.offset), self._number)
-        return shape, stride, offset
-
-    def _number(self, expression: Expression) -> fx.Node:
-        """The program's number for an expression."""
-        if expression not in self.expressions:
-            self.expressions.append(expression)
-        place = self.expressions.index(expression)
-        if expression not in self.side.numbers:
-            self.side.numbers[expression] = self.side.call(operator.getitem, (self._carry(self.sizes), place))
-        return self.side.numbers[expression]
-
-    def _resident(self, node: fx.Node) -> fx.Node:
-        source = self.traced.residents[node]
-        if source.kind == "constant":
-            return self.side.constant(source.name, self.traced.constants[source.name])
-        if source.name in self.traced.reassigned and self.side is not self.forward:  # backward reads the old tensor
-            if node not in self.forward.residents:
-                self.forward.residents[node] = self.forward.state(source.name)
-            return self._carry(self.forward.residents[node])
-        if source.kind != "input":
-            return self.side.state(source.name)
-        if source.position not in self.inputs:
-            self.inputs[source.position] = self.forward.placeholder(f"input_{source.position}")
-        return self._carry(self.inputs[source.position])
-
-    def _carry(self, node: fx.Node) -> fx.Node:
-        """`node` on the present side: what the forward program made is handed to the backward program."""
-        if node.graph is self.side.graph:
-            return node
-        if node not in self.carried:
-            self.carried[node] = self.side.placeholder(f"saved_{node.name}")
-        return self.carried[node]
-
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _compute(self, index: int, dead: set[int]) -> None:
@@ -389,7 +173,7 @@ class _Lowering:
         if isinstance(target, IslandKernel):
             args, target = (self.side.store, *args), dataclasses.replace(target, again=again)
         if again and op.random:
-            state = self.rng[index] = self._carry(self.rng[index])
+            state = self.rng[index] = self.carry(self.rng[index])
             again_as, device = self._replaying(index)
             if isinstance(target, IslandKernel):
                 again_as = ReplayedIsland(target)
@@ -426,7 +210,7 @@ class _Lowering:
                 continue
             result = self.side.call(operator.getitem, (run, place)) if several else run
             tensor = node.meta["val"][place] if several else node.meta["val"]
-            shape, stride = put((size.shape, size.stride), self._number)
+            shape, stride = put((size.shape, size.stride), self.number)
             if not is_read(node, place):
                 stride = tuple(None if n == 1 else s for n, s in zip(tensor.shape, stride, strict=True))
             self.side.call(as_traced, (result, tensor.dtype, shape, stride))
@@ -456,11 +240,9 @@ class _Lowering:
     def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:
             if isinstance(thing, Expression):
-                return self._number(thing)
+                return self.number(thing)
             if isinstance(thing, fx.Node):
-                return (
-                    self._tensor(thing, reads[thing]) if thing in reads else self._look(thing, self.side.residents, -1)
-                )
+                return self.tensor(thing, reads[thing]) if thing in reads else self.look(thing, self.side.residents, -1)
             if isinstance(thing, MetaTensor) and expressions_in(thing):
                 return self.side.call(made_meta, (argument(thing.size), argument(thing.stride), thing.dtype))
             if isinstance(thing, MetaTensor):
@@ -498,11 +280,11 @@ class _Lowering:
     def _the_slab(self) -> fx.Node:
         if self.slab is None:
             self.slab = self.side.call(open_slab, (self.side.store, self.host_memory.size_bytes))
-        return self._carry(self.slab)
+        return self.carry(self.slab)
 
     def _offload(self, value: int, index: int) -> None:
         slab, instance = self._the_slab(), self.live[value]
-        tensor = self._look(next(n for n in self.traced.roots[value] if n in instance), instance, value)
+        tensor = self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value)
         if value in self.graph.gradients:
             self.host_copies[value] = self.side.call(offload_gradient, (slab, tensor))
         else:
@@ -518,7 +300,7 @@ class _Lowering:
     def _the_gathers(self) -> fx.Node:
         if self.gathers is None:
             self.gathers = self.side.call(open_gathers, (self.side.store,))
-        return self._carry(self.gathers)
+        return self.carry(self.gathers)
 
     def _prefetch(self, value: int) -> None:
         if self._is_sharded(value):
@@ -530,7 +312,7 @@ class _Lowering:
         if self.graph.values[value].fetched:
             source = self.side.state(self._parameter(value))
         else:
-            source = self.host_copies[value] = self._carry(self.host_copies[value])
+            source = self.host_copies[value] = self.carry(self.host_copies[value])
         self.fetches[value] = self.side.call(prefetch, (self._the_slab(), source))
         self.live[value] = {}
 
@@ -556,9 +338,9 @@ class _Lowering:
         for value in self.staying:
             self._arrive(value)
             instance = self.live[value]
-            copies.append(self._look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
+            copies.append(self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
         if copies:
-            began = tuple(self._carry(node) for node in self.staying.values())
+            began = tuple(self.carry(node) for node in self.staying.values())
             self.side.call(leave, (self._the_slab(), began, tuple(copies)))
 
     def _wait(self, value: int) -> None:
@@ -566,22 +348,22 @@ class _Lowering:
             self.side.call(complete, (self.side.store, *self.started.pop(value)))
             return
         if self._is_sharded(value):
-            ticket = self._carry(self.fetches.pop(value))
+            ticket = self.carry(self.fetches.pop(value))
             whole = self.side.call(gathered, (self._the_gathers(), ticket))
             self.live[value] = dict.fromkeys(self.traced.roots[value], whole)
             return
         slab = self._the_slab()
         if value in self.fetches:
-            self._see_copy(value, self.side.call(wait, (slab, self._carry(self.fetches.pop(value)))))
+            self._see_copy(value, self.side.call(wait, (slab, self.carry(self.fetches.pop(value)))))
         else:
-            self.host_copies[value] = self._carry(self.host_copies[value])
+            self.host_copies[value] = self.carry(self.host_copies[value])
             self.side.call(wait, (slab, self.host_copies[value]))
 
     def _see_copy(self, value: int, memory: fx.Node) -> None:
         """Bind a value to memory that holds a copy of it."""
         self.live[value] = instance = {}
         for root in self.traced.roots[value]:
-            layout = (root.meta["val"].dtype, *self._layout(root))
+            layout = (root.meta["val"].dtype, *self.layout(root))
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
     def _see_on_host(self, value: int) -> None:
@@ -592,15 +374,15 @@ class _Lowering:
         roots = self.traced.roots[value]
         self.live[value] = instance = {}
         for root in roots:
-            shape, stride, offset = self._layout(root)
+            shape, stride, offset = self.layout(root)
             layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
             arguments = (self._the_slab(), self.host_copies[value], *layout)
             instance[root] = self.side.call(on_host, arguments, name=root.name)
 
     def _cross_boundary(self) -> None:
         for output in self.traced.outputs:
-            self.outputs.append(self._tensor(output.node, output.value))
-        self.side = self.backward = _Side()
+            self.outputs.append(self.tensor(output.node, output.value))
+        self.side = self.backward = Side()
         self.sink = self.side.placeholder("sink")
         for value, instance in self.live.items():
             roots = self.traced.roots[value]
@@ -619,7 +401,7 @@ class _Lowering:
                 kind, _, parameter = name.partition(" ")
                 if kind == "parameter":
                     names.append(parameter)
-                    tensors.append(self._tensor(node, value))
+                    tensors.append(self.tensor(node, value))
         if self.grads == "edges":
             self.returned.update(zip(names, tensors, strict=True))
         elif names:
@@ -633,7 +415,7 @@ class _Lowering:
             for name, node in gradient.nodes:
                 kind, _, input_name = name.partition(" ")
                 if kind == "input":
-                    results.append(self._tensor(node, gradient.value))
+                    results.append(self.tensor(node, gradient.value))
                     positions.append(self._input_position(input_name))
         saved = list(self.carried)
         return Program(

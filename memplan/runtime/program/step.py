@@ -26,9 +26,10 @@ from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.in_flight import Written
-from memplan.runtime.program.lower import Grads, Program, lower
+from memplan.runtime.program.lower import lower
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
+from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.sized_plan import SizedPlan
 from memplan.runtime.program.tangents import Backwards, PlannedTangent
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -26,23 +24,16 @@ from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, writt
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.island import Island, IslandCost
+from memplan.capture.ops.island import Island
+from memplan.capture.ops.island_call import IslandCost
 from memplan.capture.ops.island_facts import ForwardFacts
-from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
 from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import Refusal
 from memplan.capture.trace.call import Forward
-from memplan.capture.trace.forwards import in_place_of_state
-from memplan.capture.trace.generators import python_generators
-from memplan.capture.trace.islands import (
-    Arguments,
-    Islands,
-    arguments_of,
-    calls_exchanged,
-    is_lasting,
-    is_wholly_called,
-    name_of,
-)
+from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
+from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
+from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
@@ -290,7 +281,10 @@ class IslandRuns(private.RealOps):
             facts, sources, outputs = outputs_of(results)
             if island.loose and any(type(o) in (int, float) for o in facts.outputs):
                 raise Refusal(f"{island.title} returns numbers that depend on data")
-            island.alike &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
+            island.alike &= all(
+                first is None or same_bits(first, second)
+                for first, second in zip(outputs, pytree.tree_leaves(returned))
+            )
             island.repeats = island.alike and not island.once and not island.writes
             if (island.loose or island.varies) and any(facts.differentiable):
                 del results, ticket, sources, outputs
@@ -313,21 +307,17 @@ class IslandRuns(private.RealOps):
 
         If it does, it gets a buffer for them, with room for the most that was seen and a margin.
         """
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-        restore_held_rng(self._device, state)
-        most_bytes, alike = island.saves(self._model, tensors)
         parameters = set(map(id, self._parameters))
-        for run in range(_RUNS):
-            torch.manual_seed(run)
-            random.seed(run)
-            np.random.seed(run)
-            changed = run % 2 and all(t.is_floating_point() or id(t) in parameters for t in tensors)
-            given = [t.neg() if changed and t.is_floating_point() and t.dim() > 1 else t for t in tensors]
-            with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a run on data that do not occur
-                bytes_then, then = island.saves(self._model, given)
-                most_bytes, island.varies = max(most_bytes, bytes_then), island.varies or then != alike
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        with python_generators_kept():
+            restore_held_rng(self._device, state)
+            most_bytes, alike = island.saves(self._model, tensors)
+            for run in range(_RUNS):
+                seed_all(run)
+                changed = run % 2 and all(t.is_floating_point() or id(t) in parameters for t in tensors)
+                given = [t.neg() if changed and t.is_floating_point() and t.dim() > 1 else t for t in tensors]
+                with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a run on data that do not occur
+                    bytes_then, then = island.saves(self._model, given)
+                    most_bytes, island.varies = max(most_bytes, bytes_then), island.varies or then != alike
         if island.varies:
             island.give_room(int(_MARGIN * most_bytes))
 
@@ -391,10 +381,3 @@ def _own_things(model: nn.Module) -> dict[int, Any]:
         elif hasattr(thing, "__dict__"):
             pending += vars(thing).values()
     return own
-
-
-def _same_bits(first: torch.Tensor | None, second: Any) -> bool:
-    if first is None:
-        return True
-    one, other = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (first, second))
-    return torch.equal(one, other)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
+from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
-from memplan.capture.attributes.tables import own_generators
+from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.tables import held_tensors, own_generators
+from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
-from memplan.runtime.trial.forward_writes import WritesUndone
+from memplan.capture.trace.generators import python_generators_kept
 
 
 @contextlib.contextmanager
@@ -39,7 +40,6 @@ def nothing_kept(
     # Such a hook may well be an optimizer's step.
     tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
     hooks = [(table, dict(table)) for table in tables]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
     generators = [(g, g.get_state()) for g in own_generators(model)]
     torch.clear_autocast_cache()
     try:
@@ -49,15 +49,14 @@ def nothing_kept(
             home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
         for table, _ in hooks:
             table.clear()
-        with torch.random.fork_rng(devices=devices), AttributesKept(model, run=run, given=call.leaves), writes:
+        kept = AttributesKept(model, run=run, given=call.leaves)
+        with python_generators_kept(), torch.random.fork_rng(devices=devices), kept, writes:
             yield writes
     finally:
         torch.clear_autocast_cache()
         writes.undo()
         for table, held in hooks:
             table.update(held)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
         for generator, state in generators:
             generator.set_state(state)
         for home, before in homes:
@@ -65,3 +64,39 @@ def nothing_kept(
             home.update(before)
         for leaf, gradient, required in gradients:
             leaf.requires_grad_(required).grad = gradient
+
+
+class WritesUndone(private.RealOps):
+    """Undoes writes to parameters, arguments and tensors in attributes.
+
+    Copies memory as soon as an op is about to write to it; `undo` puts it back.
+
+    Parameters whose `.data` was exchanged get theirs back too, except sharded ones, which come and go. Buffers are not
+    looked at.
+    """
+
+    def __init__(self, model: nn.Module, call: Call) -> None:
+        """Watch memory of a model and a call."""
+        super().__init__()
+        parameters = [private.part_here(p) for p in model.parameters()]
+        self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
+        tensors = [t for t in (*parameters, *call.tensors, *held_tensors(model)) if has_memory(t)]
+        self._watched = {storage_key(t) for t in tensors if t.numel()}
+        self._memory = KeptMemory()
+
+    @property
+    def written(self) -> tuple[torch.Tensor, ...]:
+        """What forward has written to."""
+        return tuple(self._memory.written)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            if storage_key(tensor) in self._watched:
+                self._memory.keep(tensor)
+        return self.run_op(func, args, kwargs)
+
+    def undo(self) -> None:
+        for parameter, data, key in self._data:
+            if storage_key(parameter) != key and parameter.shape == data.shape:
+                parameter.data = data
+        self._memory.undo()

@@ -19,7 +19,8 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.ways import Refusal, RunsBackward, way_of
 from memplan.capture.trace.call import Call, Forward
-from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_exchanged
+from memplan.capture.trace.forwards import calls_exchanged
+from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.source_lines import lines_within, stack_depth
 from memplan.runtime.trial.nothing_kept import nothing_kept

@@ -22,9 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.tables import held_tensors, own_generators
-from memplan.capture.ops.layout import strided_parts
-from memplan.capture.trace.call import CallReader, OutputTemplate, Sample, leaf_names
-from memplan.capture.trace.starts import differentiated_outputs, shared_objects
+from memplan.capture.ops.layout import same_bits, strided_parts
+from memplan.capture.trace.call import (
+    CallReader,
+    OutputTemplate,
+    Sample,
+    differentiated_outputs,
+    leaf_names,
+    shared_objects,
+)
 from memplan.runtime.trial.unplanned_peak import bits_of
 from memplan.torch_private import pytree
 
@@ -180,11 +186,6 @@ def parts_of(tensor: torch.Tensor) -> Parts:
     """Copies in host memory of what a tensor consists of, each contiguous."""
     parts = strided_parts(tensor.detach())
     return tuple(p.resolve_conj().resolve_neg().to("cpu", copy=True).contiguous() for p in parts)
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one shape and dtype have the same bytes."""
-    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 def _put(tensor: torch.Tensor, parts: Parts) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,9 +14,8 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.tables import is_plain, own_generators
 from memplan.capture.ops.layout import strided_parts
-from memplan.capture.trace.call import Call, OutputTemplate
-from memplan.capture.trace.generators import python_generators
-from memplan.capture.trace.starts import differentiated_outputs, shared_objects
+from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
+from memplan.capture.trace.generators import python_generators, seed_all
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
 from memplan.runtime.trial.nothing_kept import nothing_kept
@@ -101,9 +98,7 @@ def _peaks_of_other_draws(step: Callable[[], int], count: int) -> list[int]:
     """What steps on other random numbers hold at most."""
     found = []
     for seed in range(count):
-        torch.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        seed_all(seed)
         found.append(step())
     return found
 
