@@ -377,7 +377,7 @@ class Planner:
         return step
 
     def _to_be_lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
-        """The same, of which the programs are made when the step first runs."""
+        """The planned step, with programs that are made when it first runs."""
         captured = self.placement.homed(captured)  # the plan may have decided homes
         plan = self._saying_more(plan, captured)
         self.placement.move(captured)
