@@ -303,7 +303,8 @@ class Bench:
             count, dtype = _count_and_dtype(fake)
             fitting = [i for i, t in enumerate(self._spare) if (t.numel(), t.dtype, t.device) == (count, dtype, device)]
             flat = self._spare.pop(fitting[0]) if fitting else torch.empty(count, dtype=dtype, device=device)
-            flat.fill_(0.5 if fake.dtype.is_floating_point else 0)  # indices of 0 are valid everywhere
+            # Indices of 0 are valid everywhere. A mask that takes nothing would hide what the op holds for the rest.
+            flat.fill_(0.5 if fake.dtype.is_floating_point else fake.dtype is torch.bool)
             storages[key] = flat
             self._pool.append(flat)
         return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())

@@ -180,9 +180,11 @@ def test_a_cache_may_be_beside_what_each_run_sets_anew(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", WHERE)
-def test_plans_that_are_only_looked_at_run_nothing(how: str) -> None:
+def test_plans_that_are_only_looked_at_leave_nothing(how: str) -> None:
     net, sample = Cached(how), torch.randn(64, 8)
     before = state_of(net)
-    with pytest.raises(memplan.UnsupportedModel, match="a planned step would not"):
-        memplan.plan(net, sample, 1.0)
+    alone = memplan.plan(net, sample, 0.8, costs="estimate")
     assert state_of(net) == before
+    memplan.apply(net, sample, 0.8, costs="estimate")
+    first = memplan.plan_of(net)
+    assert first is not None and alone.schedule == first.schedule

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.capture.trace import remembered
+from memplan.capture.attributes import remembered
 from memplan.installed.planned_forward import planned_forward
 from tests.support.zoo import assert_same_bits, copied
 
