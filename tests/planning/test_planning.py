@@ -313,3 +313,24 @@ def test_a_plan_as_a_networkx_graph() -> None:
     for node, how in decided.items():
         ((maker, _),) = [edge for edge in view.in_edges(node) if edge[0][0] == "op"]
         assert (runs[maker] > 1) == (how == "recompute")
+
+
+class PutsImagesIntoText(nn.Module):
+    """Rows of images in the place of some tokens, as in language models that see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.image = nn.Embedding(9, 64), nn.Linear(64, 64)
+
+    def forward(self, ids: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        return self.text(ids).masked_scatter((ids == 7)[..., None], self.image(images)).square().mean()
+
+
+def test_scratch_is_that_of_masks_that_take_something(cost_cache: Path) -> None:
+    ids = torch.zeros(4, 64, dtype=torch.int64)
+    ids[:, :4] = 7
+    plan = memplan.plan(PutsImagesIntoText(), (ids, torch.randn(16, 64)), 1.0)
+    (index,) = (i for i, op in enumerate(plan.problem.graph.ops) if "masked_scatter_backward" in op.kind)
+    given = torch.randn(4, 64, 64), (ids == 7)[..., None].expand(4, 64, 64), [16, 64]
+    needed_bytes = profiler_peak(lambda: torch.ops.aten.masked_scatter_backward(*given)) - 16 * 64 * 4
+    assert plan.problem.costs.scratch_bytes[index] >= needed_bytes > 0
