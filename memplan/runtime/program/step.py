@@ -75,7 +75,7 @@ class ServingStep(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A plan as programs, of which a second one serves gradients of another layout, and the collectives of all."""
+    """A plan as programs, with their collectives. A second program serves gradients of another layout."""
 
     programs: tuple[Program, ...]
     collectives: Collectives
