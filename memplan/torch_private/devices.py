@@ -217,6 +217,15 @@ def segments_expand() -> bool:
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
+def _allocator_settings() -> str:
+    """The settings that PyTorch's CUDA allocator was last given, as PYTORCH_ALLOC_CONF has them."""
+    asked = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if asked is not None:
+        return str(asked())
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]  # PyTorch 2.11 has no function for it
+    return str(settings["PYTORCH_CUDA_ALLOC_CONF"])
+
+
 def pytorch_allocates() -> bool:
     """Whether PyTorch's own caching allocator serves CUDA devices, and not CUDA's, or one that was put in its place."""
     backend = getattr(torch._C, "_cuda_getAllocatorBackend", None)
@@ -230,7 +239,7 @@ def can_expand_segments(device: torch.device) -> bool:
     """
     if segments_expand():
         return True
-    told = [torch._C._accelerator_getAllocatorSettings()]
+    told = [_allocator_settings()]
     told += [os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_", "HIP_")]
     if torch.cuda.get_allocator_backend() != "native" or any("expandable_segments" in text for text in told):
         return False
@@ -239,7 +248,7 @@ def can_expand_segments(device: torch.device) -> bool:
 
 def expand_segments() -> None:
     """Let segments of PyTorch's CUDA allocator expand from now on. Those that are there stay as they are."""
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
 
 
@@ -274,7 +283,7 @@ class MemoryPool:
         PyTorch ends the process where one that does goes back in pieces ("cudaMalloc_count > 0").
         """
         expands = segments_expand()
-        told = torch._C._accelerator_getAllocatorSettings().split(",")
+        told = _allocator_settings().split(",")
         others = [text for text in told if text and "expandable_segments" not in text]
         self.enter()
         try:

@@ -575,9 +575,11 @@ def test_no_copy_that_ops_waited_for_reads_parameters_when_forward_returns() -> 
 
 
 class Segments:
-    """Stands for the settings of PyTorch's CUDA allocator."""
+    """Stands for the settings of PyTorch's CUDA allocator. `asks`: has a function that tells them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: str = "", backend: str = "native") -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, settings: str = "", backend: str = "native", asks: bool = True
+    ) -> None:
         self.settings, self.told = settings, list[str]()
         monkeypatch.setattr(torch.cuda, "init", lambda: None)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -585,7 +587,9 @@ class Segments:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * MIB)
         monkeypatch.setattr(torch.cuda.memory, "_snapshot", self._snapshot)
-        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
+        monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings", raising=False)
+        if asks:
+            monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings, raising=False)
         monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self._set)
         monkeypatch.setattr("memplan.torch_private.devices._maps_memory", lambda device: True)
         monkeypatch.setattr("sys.platform", "linux")
@@ -593,17 +597,19 @@ class Segments:
             monkeypatch.delenv(name, raising=False)
 
     def _snapshot(self) -> dict[str, Any]:
-        return {"allocator_settings": {"expandable_segments": "expandable_segments:True" in self.settings}}
+        expands = "expandable_segments:True" in self.settings
+        return {"allocator_settings": {"expandable_segments": expands, "PYTORCH_CUDA_ALLOC_CONF": self.settings}}
 
     def _set(self, settings: str) -> None:
         self.told.append(settings)
         self.settings = settings
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["newer", "2.11"])
 def test_segments_expand_before_anything_is_planned(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    asks: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    segments = Segments(monkeypatch, "garbage_collection_threshold:0.8")
+    segments = Segments(monkeypatch, "garbage_collection_threshold:0.8", asks=asks)
     assert automatic_bytes(CUDA) == 80 * MIB, "as they will expand"
     with caplog.at_level("INFO", logger="memplan"):
         for _ in range(2):
