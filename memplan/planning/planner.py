@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
+from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.collector import without_collections
 from memplan.capture.ops.island_ops import IslandKernel
@@ -384,7 +385,7 @@ class Planner:
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
         grads, sized = self.settings.grads, self._problems.sized(captured, plan)
-        programs = functools.partial(_programs, captured, plan, grads)
+        programs = functools.partial(_programs, captured.traced, captured.expanded, plan, grads)  # not the call's data
         step = PlannedStep.of(self.model, captured, programs, grads, plan, provisional, self.placement.gathers, sized)
         self.placement.serve(step)
         return step
@@ -407,12 +408,12 @@ def _refuse_collectives(captured: Capture) -> None:
             )
 
 
-def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:
+def _programs(traced: Traced, expanded: Traced | None, plan: Plan, grads: Grads) -> tuple[Program, ...]:
     """The plan as a program, and a second one for `out.sum().backward()` where the schedule fits that too."""
-    program = lower(plan.schedule, captured.traced, grads, steering=plan.steering)
-    if captured.expanded is None or not same_structure(captured.expanded.graph, captured.traced.graph):
+    program = lower(plan.schedule, traced, grads, steering=plan.steering)
+    if expanded is None or not same_structure(expanded.graph, traced.graph):
         return (program,)
-    problem = dataclasses.replace(plan.problem, graph=captured.expanded.graph)
-    other = lower(plan.schedule, captured.expanded, grads, steering=plan.steering)
+    problem = dataclasses.replace(plan.problem, graph=expanded.graph)
+    other = lower(plan.schedule, expanded, grads, steering=plan.steering)
     fits = simulate(problem, plan.schedule).peak_bytes <= max(plan.peak_bytes, problem.budget_bytes or 0)
     return (program, other) if fits and other.forward.code == program.forward.code else (program,)

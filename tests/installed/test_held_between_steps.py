@@ -188,6 +188,15 @@ def test_gradients_of_any_layout_and_parameters_that_are_gone() -> None:
     assert gone() is None
 
 
+def test_the_sample_is_not_held() -> None:
+    net, sample = stack(0)
+    memplan.apply(net, sample, 0.75, costs="estimate")
+    gone = weakref.ref(sample)
+    del sample
+    gc.collect()
+    assert gone() is None
+
+
 def test_with_accumulate_nothing_is_planned_again() -> None:
     net, sample = MODELS["gpt2"](0)
     memplan.apply(net, sample, 0.8, costs="estimate", accumulate=True)

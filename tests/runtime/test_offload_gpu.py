@@ -445,7 +445,8 @@ def test_copies_run_beside_kernels() -> None:
     for _ in range(3):
         net(x).backward()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    cuda = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=cuda, acc_events=True) as profiler:
         net(x).backward()
         torch.cuda.synchronize()
     copies, kernels = [], []

@@ -86,7 +86,7 @@ def _run(path: Path, name: str) -> None:
     net = kind().cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5, fused=True)
     batch = torch.rand(shape, device="cuda")
-    memplan.apply(net, batch, budget, optimizer=optimizer)
+    memplan.apply(net, batch, budget, optimizer=optimizer, arena=False)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(_STEPS):
