@@ -60,6 +60,18 @@ def test_memory_is_found_by_running_ops(name: str) -> None:
     assert real_results._NOTED
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_memory_is_found_again_where_costs_are_known(name: str, cost_cache: object) -> None:
+    """As by a later process."""
+    peaks = []
+    for _ in range(2):
+        real_results._NOTED.clear()
+        sample = (torch.randn(2, 4, 6, 6), torch.ones(2, 4, 6, 6))
+        peaks.append(memplan.plan(Loss(LOSSES[name]), sample, 1.0).peak_bytes)
+        assert real_results._NOTED
+    assert peaks[0] == peaks[1]
+
+
 def test_what_nobody_can_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the trace does not change, whatever is noted."""
     monkeypatch.setattr(op_watch, "with_noted_results", lambda func, args, kwargs, outputs: outputs)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.torch_private import OpOverload
+from memplan.capture.ops.layout import storage_key
+from memplan.torch_private import OpOverload, pytree
 
 
 def op_kind(target: Any) -> str:
@@ -19,7 +20,7 @@ def op_kind(target: Any) -> str:
 def signature(target: Any, args: Any, kwargs: Any, results: Any = None) -> str:
     """A short hash, equal for calls of one kernel with equal shapes, strides, dtypes, devices and settings.
 
-    results: the traced ones, which may have been found to be others since.
+    results: the traced ones, which may have been found to be others since, or to lie in larger memory.
     """
 
     def shown(argument: Any) -> Any:
@@ -36,5 +37,17 @@ def signature(target: Any, args: Any, kwargs: Any, results: Any = None) -> str:
 
     text = f"{op_kind(target)}|{[shown(a) for a in args]}|{sorted((k, str(shown(v))) for k, v in kwargs.items())}"
     if results is not None:
-        text += f"|{shown(results)}"
+        text += f"|{shown(results)}|{_new_bytes(results, (args, kwargs))}"
     return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def _new_bytes(results: Any, arguments: Any) -> list[str]:
+    """Bytes of the memory of each result that does not lie in an argument's."""
+    given = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in pytree.tree_leaves(arguments)]
+    own = {storage_key(t) for t in pytree.tree_leaves(given) if _has_memory(t)}
+    found = [t for t in pytree.tree_leaves(results) if _has_memory(t) and storage_key(t) not in own]
+    return [str(t.untyped_storage().nbytes()) for t in found]
+
+
+def _has_memory(thing: Any) -> bool:
+    return isinstance(thing, torch.Tensor) and thing.layout is torch.strided and thing.device.type != "meta"
