@@ -216,8 +216,7 @@ def _budget(way: str, cap_gib: float | None, rows: dict[str, Row]) -> Any:
         return told or None
     if told == "cap":
         assert cap_gib is not None
-        share = 0.92 if way.startswith(("offload", "backward")) else 1.0  # the rest is for what the allocator adds
-        return int(share * cap_gib * 2**30)
+        return int(cap_gib * 2**30)
     if told[0] == "=":
         return rows[told[1:]]["reserved_bytes"]
     if "plain" in rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 
 from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
@@ -24,10 +25,11 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.progress import ProgressLine
-from memplan.planning.residency import choose_homes, least_peak_bytes, least_resident_bytes
+from memplan.planning.residency import Residency, choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
+from memplan.problem.reserved import reserved_bytes
 from memplan.problem.simulate import unplanned
 from memplan.solvers import Front, solve_front
 from memplan.solvers.offload.overlap import hides
@@ -35,6 +37,7 @@ from memplan.units import format_bytes
 
 _MUCH = 0.05  # of a step, that could be saved
 _RUNGS = 6  # schedules for calls of other sizes
+_MOST_LOWERED = 4  # searches for a plan with copies that reserves less
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
@@ -81,11 +84,7 @@ class PlanSearch:
         reserved = fastest_reserved(problem, front, within)
         plan = plan_of_front(problem, front, reserved or chosen, limit)
         if reserved is None:
-            log.warning(
-                "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
-                "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
-                format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(limit),
-            )  # fmt: skip
+            _tell_of_reserved(plan)
         return plan
 
     def curve(self, captured: Capture) -> tuple[Plan, ...] | UnsupportedModel:
@@ -107,10 +106,15 @@ class PlanSearch:
         least = least_peak_bytes(nowhere, front, lambda _: problem)
         limit = self._limits.fix_budget(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
         search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
-        chosen = search(self._limits.less_margin(limit)) or search(limit)
+        within = self._limits.less_margin(limit)
+        chosen = search(within) or search(limit)
         if chosen is None:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
-        return plan_with_gathers(chosen, front, limit, least)
+        chosen, reserved_fits = self._reserving(within, chosen, search)
+        plan = plan_with_gathers(chosen, front, limit, least)
+        if not reserved_fits:
+            _tell_of_reserved(plan)
+        return plan
 
     def _with_host(self, captured: Capture, problem: Problem) -> Plan | Refused:
         """A plan that may offload values, and may have parameters live on the host."""
@@ -134,6 +138,7 @@ class PlanSearch:
             chosen = search(limit)
         if chosen is None:
             return no_room(plain, least, limit, placement.host_limit)
+        chosen, reserved_fits = self._reserving(within, chosen, search)
         if self._settings.keep_frozen:
             staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
@@ -141,7 +146,32 @@ class PlanSearch:
         if placement.host is None:
             self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
         placement.decide(chosen.host)
-        return plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+        plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+        if not reserved_fits:
+            _tell_of_reserved(plan)
+        return plan
+
+    def _reserving(
+        self, limit_bytes: int, chosen: Residency, search: Callable[[int], Residency | None]
+    ) -> tuple[Residency, bool]:
+        """A choice for which PyTorch's CUDA allocator reserves no more than the limit, and whether there is one.
+
+        Each search is for a peak that is lower by what the one before reserved too much. The first choice stays where
+        no search of a few finds one.
+        """
+        requests, found, peak_bytes = chosen.problem.requests, chosen, limit_bytes
+        if requests is None or not self._limits.is_of_device:
+            return chosen, True
+        for _ in range(_MOST_LOWERED):
+            over_bytes = reserved_bytes(found.problem, found.found.schedule, requests.expandable) - limit_bytes
+            if over_bytes <= 0:
+                return found, True
+            peak_bytes -= over_bytes
+            lower = search(peak_bytes)
+            if lower is None:
+                break
+            found = lower
+        return chosen, False
 
     def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
         """Warn where a fused optimizer would update what lives on the host in much less time."""
@@ -191,3 +221,12 @@ class PlanSearch:
         if front.truncated:
             log.warning("the search was stopped before it was done; the best schedule so far is taken")
         return front
+
+
+def _tell_of_reserved(plan: Plan) -> None:
+    """Warn that more is reserved for a plan than its budget."""
+    log.warning(
+        "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
+        "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
+        format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(plan.problem.budget_bytes or 0),
+    )  # fmt: skip
