@@ -159,19 +159,16 @@ class PlanSearch:
         Each search is for a peak that is lower by what the one before reserved too much. The first choice stays where
         no search of a few finds one.
         """
-        requests, found, peak_bytes = chosen.problem.requests, chosen, limit_bytes
+        requests, found, peak_bytes, searches = chosen.problem.requests, chosen, limit_bytes, 0
         if requests is None or not self._limits.is_of_device:
             return chosen, True
-        for _ in range(_MOST_LOWERED):
-            over_bytes = reserved_bytes(found.problem, found.found.schedule, requests.expandable) - limit_bytes
-            if over_bytes <= 0:
-                return found, True
-            peak_bytes -= over_bytes
-            lower = search(peak_bytes)
+        while (reserved := reserved_bytes(found.problem, found.found.schedule, requests.expandable)) > limit_bytes:
+            peak_bytes -= reserved - limit_bytes
+            lower = search(peak_bytes) if searches < _MOST_LOWERED else None
             if lower is None:
-                break
-            found = lower
-        return chosen, False
+                return chosen, False
+            found, searches = lower, searches + 1
+        return found, True
 
     def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
         """Warn where a fused optimizer would update what lives on the host in much less time."""

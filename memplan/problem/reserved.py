@@ -9,7 +9,8 @@ optimizer makes its state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
@@ -26,14 +27,25 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
     """The most that the allocator reserves in a training loop, in bytes.
 
     The loop begins with an allocator that has reserved nothing. Each step's inputs arrive while those of the step
-    before are there; outputs and gradients are freed at its end.
+    before are there; gradients are freed at its end. Outputs go then, or all but the loss before backward, as in
+    `loss = model(**batch).loss`: whichever reserves more.
 
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
     """
-    allocator = CachingAllocator(expandable)
-    _Loop(problem, schedule, _Heap(allocator, steering)).run(allocator)
-    return allocator.peak_reserved_bytes
+    found = []
+    for dropped in {frozenset[int](), _dropped(problem, schedule)}:
+        allocator = CachingAllocator(expandable)
+        _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
+        found.append(allocator.peak_reserved_bytes)
+    return max(found)
+
+
+def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """Large outputs that are gone before backward where the caller keeps the loss alone."""
+    graph, backward = problem.graph, schedule[schedule.index(Boundary()) :]
+    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
+    return frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
 
 
 def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
@@ -212,20 +224,27 @@ class _Trace:
 class _Loop:
     """A training loop: what it holds between steps, and the steps themselves.
 
-    - state: bytes of the optimizer's state, by name; empty once it is made.
+    - state: bytes of the optimizer's state, by name.
+    - state_count: how many of these a parameter has that is updated in backward, by the bytes of its gradient.
     - stays: addresses of copies that stay on the device, by value.
     - gradients: addresses of gradients that wait for the optimizer, by value.
     - returned: addresses of outputs of the last microbatch, which the caller lets go before the next one.
     - left: addresses of its inputs, which go when the next ones have arrived.
+    - dropped: outputs that the caller lets go before backward.
     """
 
-    def __init__(self, problem: Problem, schedule: Schedule, allocator: _Allocator) -> None:
-        self.problem, self.graph, self.allocator = problem, problem.graph, allocator
+    def __init__(
+        self, problem: Problem, schedule: Schedule, allocator: _Allocator, dropped: Collection[int] = ()
+    ) -> None:
+        self.problem, self.graph, self.allocator, self.dropped = problem, problem.graph, allocator, dropped
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
         requests = problem.requests
         self.update_requests = () if requests is None else requests.update
         self.state = {} if requests is None else requests.state
+        updated = Counter(v.size_bytes for v in self.graph.values if v.updates and v.home == "device")
+        states = Counter(self.state.values())
+        self.state_count = {size: states[size] // count for size, count in updated.items()}
         self.made = False
         self.stays: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
@@ -275,7 +294,7 @@ class _Loop:
         held_bytes = most_bytes = 0
         for name, size_bytes in self.update_requests:
             if name in self.state:
-                if not self.made:
+                if not self.made and not self.state_count.get(size_bytes):  # else it came in backward
                     self.allocator.allocate(size_bytes)
             elif size_bytes:
                 held[name] = self.allocator.allocate(size_bytes)
@@ -334,6 +353,7 @@ class _Microbatch:
 
     def finish(self, backward: Schedule) -> None:
         """Run backward. What is there then, the caller holds: gradients, outputs and inputs."""
+        self._free(tuple(self.loop.dropped))
         for value in self.loop.graph.tangents:
             self._make(value)
         self.run(backward, len(self.loop.forward) + 1)
@@ -383,6 +403,10 @@ class _Microbatch:
     def _surface(self, values: Sequence[int]) -> None:
         """Hand gradients over. They are freed if they are added to earlier ones, or if somebody takes them."""
         for value in values:
-            self.allocator.free(self.allocator.allocate(self.values[value].update_bytes))
+            gradient = self.values[value]
+            if gradient.updates and gradient.home == "device" and not self.loop.made:
+                for _ in range(self.loop.state_count[gradient.size_bytes]):
+                    self.allocator.allocate(gradient.size_bytes)
+            self.allocator.free(self.allocator.allocate(gradient.update_bytes))
             if self.loop.problem.takes_gradients or value in self.loop.gradients:
                 self._free((value,))

@@ -11,7 +11,7 @@ from torch import nn
 
 import memplan
 from memplan.config import Config
-from memplan.planning import choosing, problems
+from memplan.planning import choosing, plan_search, problems
 from memplan.planning.choosing import fastest_reserved
 from memplan.problem.data import Requests
 from memplan.problem.reserved import reserved_bytes, runs_within
@@ -93,3 +93,28 @@ def test_plans_for_budgets_in_bytes_fit_what_is_reserved(
     tight = memplan.plan(net, sample, low.peak_bytes + 1000, costs="estimate")
     assert tight.reserved_bytes > low.peak_bytes + 1000
     assert "PyTorch's allocator reserves" in caplog.text
+
+
+def test_plans_with_copies_fit_what_is_reserved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expandable = Requests(expandable=True)
+    monkeypatch.setattr(problems.Problems, "_requests", lambda problems, traced, optimizer: expandable)
+    caplog.set_level(logging.WARNING, "memplan")
+    net, sample = _Wide(), torch.rand(100_000, 64)
+    most = memplan.plan(net, sample, 1 << 40, costs="estimate").peak_bytes
+    fits, fits_at_once = 0, 0
+    for budget in range(most // 2, most, most // 16):
+        with monkeypatch.context() as patched:
+            patched.setattr(plan_search, "_MOST_LOWERED", 0)
+            fits_at_once += _with_copies(net, sample, budget).reserved_bytes <= budget
+        caplog.clear()
+        reserved = _with_copies(net, sample, budget).reserved_bytes
+        assert (reserved > budget) == ("PyTorch's allocator reserves" in caplog.text)
+        fits += reserved <= budget
+    assert fits_at_once < fits
+
+
+def _with_copies(net: nn.Module, sample: torch.Tensor, budget: int) -> memplan.Plan:
+    link = memplan.Link(25e9, 25e9)
+    return memplan.plan(net, sample, budget, costs="estimate", device="cpu", host_budget="1GiB", link=link)

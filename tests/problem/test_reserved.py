@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from memplan.problem import reserved
 from memplan.problem.caching_allocator import CachingAllocator
 from memplan.problem.data import Costs, Graph, Op, Problem, Requests, Value
 from memplan.problem.reserved import reserved_bytes
-from memplan.problem.schedule import Boundary, Compute
+from memplan.problem.schedule import Boundary, Compute, Drop, Schedule, SurfaceGrads
 from memplan.problem.simulate import simulate, unplanned_step
 from tests.support.parameters import examples
 from tests.support.random_graphs import random_problems, unet_like
@@ -100,6 +101,39 @@ def test_blocks_of_a_kernel_come_in_its_order() -> None:
     allocator.noted_mib.clear()
     reserved._Microbatch(loop).run(loop.forward, 0)
     assert allocator.noted_mib == [3, -3, 5, 2, -5, 7, 1, -7]  # the next input comes before the last one goes
+
+
+def noted_step(problem: Problem, schedule: Schedule, dropped: Collection[int] = ()) -> list[int]:
+    """What the first step of a loop asks for, and frees, after its inputs."""
+    allocator = _Noting()
+    loop = reserved._Loop(problem, schedule, reserved._Heap(allocator), dropped)
+    allocator.noted_mib.clear()
+    loop._step()
+    return allocator.noted_mib
+
+
+def test_outputs_may_go_before_backward() -> None:
+    values = [Value("x", 3, "input", home="device"), Value("loss", 0), Value("logits", 5, held=True), Value("g", 7)]
+    ops = (Op("f", "f", "forward", (0,), (1, 2)), Op("b", "b", "backward", (0,), (3,)))
+    problem = in_units(Problem(Graph(tuple(values), ops, 1), Costs((1.0, 1.0), (0, 0))), MIB)
+    schedule = (Compute(0), Boundary(), Compute(1), Drop(3))
+    dropped = reserved._dropped(problem, schedule)
+    assert dropped == {2}
+    assert noted_step(problem, schedule) == [3, -3, 5, 7, -7]  # the next step frees it
+    assert noted_step(problem, schedule, dropped) == [3, -3, 5, -5, 7, -7]
+    read = replace(problem.graph, ops=(ops[0], replace(ops[1], inputs=(2,))))
+    assert not reserved._dropped(replace(problem, graph=read), schedule)
+
+
+def test_state_comes_with_the_gradient_where_parameters_are_updated_in_backward() -> None:
+    values = [Value("x", 3, "input", home="device")]
+    values += [Value(f"g{i}", 4, "gradient", updates=True, home=home) for i, home in enumerate(("device", "host"))]
+    ops = (Op("f", "f", "forward", (0,), ()), *(Op(f"b{i}", "b", "backward", (0,), (1 + i,)) for i in range(2)))
+    problem = in_units(Problem(Graph(tuple(values), ops, 1), Costs((1.0,) * 3, (0,) * 3)), MIB)
+    requests = Requests(update=((0, 4 * MIB), (1, 4 * MIB), (2, 6 * MIB)))  # of the parameter on the device; a buffer
+    problem = replace(problem, requests=requests, takes_gradients=True)
+    schedule = (Compute(0), Boundary(), Compute(1), SurfaceGrads((1,)), Compute(2), SurfaceGrads((2,)))
+    assert noted_step(problem, schedule) == [3, -3, 4, 4, 4, -4, 4, -4, 6]
 
 
 @FUZZ
