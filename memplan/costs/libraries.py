@@ -1,8 +1,9 @@
 """What CUDA's libraries keep on the device beside what ops return: cuBLAS has a workspace for each thread and stream.
 
 The forward pass runs on the thread that calls the model, the backward pass on autograd's own thread, so there are two.
-They come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper. From
-PyTorch 2.15 on they are scratch of each product instead, which measured costs have.
+They come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper. PyTorch
+2.11 gives cuBLASLt, which multiplies where a bias is added, one of 1 MiB beside it. From PyTorch 2.15 on they are
+scratch of each product instead, which measured costs have.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import allocated_bytes
 
 _THREADS = 2
+_ADD_BIAS = "aten.addmm.default"
 _CONVOLVE = frozenset(f"aten.{name}.default" for name in ("convolution", "convolution_backward"))
 _MULTIPLY = frozenset(
     f"aten.{name}.default"
@@ -36,31 +38,36 @@ def _multiplies(traced: Traced) -> bool:
     return any(op.kind in kinds for op in traced.graph.ops)
 
 
-def library_bytes(traced: Traced, measured: bool, capability: tuple[int, int] | None = None) -> int:
-    """Bytes that libraries hold on the device once the step has run.
+def workspaces(traced: Traced, measured: bool, capability: tuple[int, int] | None = None) -> tuple[int, ...]:
+    """Bytes of each workspace that libraries hold on the device once the step has run.
 
     - measured: costs have the scratch of ops.
     - capability: of the CUDA device that a step on the CPU stands for.
     """
     if capability is not None:
         threads = _THREADS if torch.__version__ < "2.15" else 1
-        return threads * private.blas_workspace_bytes(capability) if _multiplies(traced) else 0
-    if not multiplies_matrices(traced) or (measured and not _keeps_workspaces(traced.device)):
-        return 0
-    return most_library_bytes(traced.device)
+        return (private.blas_workspace_bytes(capability),) * threads if _multiplies(traced) else ()
+    if not multiplies_matrices(traced) or (measured and not _kept(traced.device)):
+        return ()
+    adds_biases = any(op.kind == _ADD_BIAS for op in traced.graph.ops)
+    return _most_workspaces(traced.device, adds_biases)
 
 
 def most_library_bytes(device: torch.device) -> int:
     """Bytes that libraries may hold while any step runs."""
-    if device.type != "cuda":
-        return 0
-    return (_THREADS if _keeps_workspaces(device) else 1) * workspace_bytes(device)
+    return sum(_most_workspaces(device)) if device.type == "cuda" else 0
+
+
+def _most_workspaces(device: torch.device, adds_biases: bool = True) -> tuple[int, ...]:
+    kept = _kept(device)
+    return kept[: 1 + adds_biases] * _THREADS if kept else (workspace_bytes(device),)
 
 
 @functools.cache
-def _keeps_workspaces(device: torch.device) -> bool:
+def _kept(device: torch.device) -> tuple[int, ...]:
+    """Bytes of the workspaces that a thread keeps: of cuBLAS, then of cuBLASLt where it has its own."""
     with private.outside_of_tracing():
-        return private.blas_keeps_workspaces(device)
+        return tuple(allocated_bytes(size, device) for size in private.kept_by_blas(device) if size)
 
 
 def workspace_bytes(device: torch.device) -> int:
@@ -71,6 +78,13 @@ def workspace_bytes(device: torch.device) -> int:
 
 def make_workspaces(device: torch.device) -> None:
     """Make the workspaces now, on this thread and on autograd's, so that they do not count as growth of a step."""
+
+    def multiply(square: torch.Tensor) -> None:
+        torch.mm(square, square)
+        torch.addmm(square[0], square, square)
+
     with private.outside_of_tracing(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         square = torch.zeros(8, 8, device=device, requires_grad=True)
-        torch.autograd.grad((square @ square).sum(), square)
+        multiply(square.detach())
+        square.register_hook(multiply)
+        torch.autograd.grad(square.sum(), square)

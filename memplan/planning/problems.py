@@ -17,7 +17,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
 from memplan.capture.ops.sizes import Numbers
 from memplan.costs.estimate import estimate
-from memplan.costs.libraries import library_bytes
+from memplan.costs.libraries import workspaces
 from memplan.costs.measure import measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
 from memplan.errors import UnsupportedModel
@@ -213,21 +213,19 @@ class Problems:
         """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
         around = self._settings.surroundings
         held, later = _buffer_bytes(around.buffers, self._settings.in_flight, traced)
-        return held + self._library_bytes(traced) + around.held_bytes, later + around.after_bytes
+        return held + sum(self._workspaces(traced)) + around.held_bytes, later + around.after_bytes
 
-    def _library_bytes(self, traced: Traced) -> int:
-        """Bytes that libraries hold beside the step."""
-        return library_bytes(traced, self._settings.costs == "measure", self._settings.capability)
+    def _workspaces(self, traced: Traced) -> tuple[int, ...]:
+        """Bytes of each workspace that libraries hold beside the step."""
+        return workspaces(traced, self._settings.costs == "measure", self._settings.capability)
 
     def _requests(self, traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
         """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
         on_paper = self._settings.capability is not None
         if not on_paper and (traced.device.type != "cuda" or not private.pytorch_allocates()):
             return None
-        held_bytes = self._library_bytes(traced)
-        workspaces = (held_bytes // 2,) * 2 if held_bytes else ()  # of two threads
         expandable = on_paper or private.segments_expand()
-        return Requests(expandable, workspaces, optimizer.requests, self._settings.arena)
+        return Requests(expandable, self._workspaces(traced), optimizer.requests, self._settings.arena)
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:

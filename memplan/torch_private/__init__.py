@@ -16,7 +16,6 @@ from memplan.torch_private.devices import BlockRecord as BlockRecord
 from memplan.torch_private.devices import MemoryPool as MemoryPool
 from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.devices import attention_order as attention_order
-from memplan.torch_private.devices import blas_keeps_workspaces as blas_keeps_workspaces
 from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
 from memplan.torch_private.devices import can_expand_segments as can_expand_segments
 from memplan.torch_private.devices import expand_segments as expand_segments
@@ -24,6 +23,7 @@ from memplan.torch_private.devices import float32_precisions as float32_precisio
 from memplan.torch_private.devices import is_captured as is_captured
 from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
 from memplan.torch_private.devices import keep_busy as keep_busy
+from memplan.torch_private.devices import kept_by_blas as kept_by_blas
 from memplan.torch_private.devices import pytorch_allocates as pytorch_allocates
 from memplan.torch_private.devices import requested_bytes as requested_bytes
 from memplan.torch_private.devices import segments_expand as segments_expand

@@ -179,10 +179,11 @@ def blas_workspace_bytes(capability: tuple[int, int] | None = None) -> int:
     return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
 
 
-def blas_keeps_workspaces(device: torch.device) -> bool:
-    """Whether cuBLAS's workspaces stay when a product is done. PyTorch 2.15 takes one for each product.
+def kept_by_blas(device: torch.device) -> tuple[int, int]:
+    """Bytes of the workspaces that a thread keeps: of cuBLAS, and of cuBLASLt, which adds biases.
 
-    Workspaces that are there are given back, for it takes a product to see that.
+    The second is 0 where they share one. PyTorch 2.15 keeps none: it takes one for each product. Workspaces that are
+    there are given back, for it takes a product to see that.
     """
     with torch.cuda.device(device), torch.no_grad():
         square = torch.zeros(8, 8, device=device)
@@ -190,7 +191,9 @@ def blas_keeps_workspaces(device: torch.device) -> bool:
         torch._C._cuda_clearCublasWorkspaces()
         before_bytes, _ = requested_bytes(device)
         torch.mm(square, square)
-        return requested_bytes(device)[0] > before_bytes
+        blas_bytes = requested_bytes(device)[0] - before_bytes
+        torch.addmm(square[0], square, square)
+        return blas_bytes, requested_bytes(device)[0] - before_bytes - blas_bytes
 
 
 def requested_bytes(device: torch.device) -> tuple[int, int]:

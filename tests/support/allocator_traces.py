@@ -34,8 +34,9 @@ class Trace:
     - torch: the version that was recorded.
     - limit_bytes: what it was allowed to reserve.
     - events: ("alloc", bytes, stream, address, reserved bytes after it), ("free", address, reserved), ("empty",
-      reserved) for `empty_cache`, ("refused", bytes, stream, reserved). Addresses are those of a device where segments
-      lie one after the other, in the order in which they were made.
+      reserved) for `empty_cache`, ("refused", bytes, stream, reserved), ("segment", address, reserved) before the
+      request that a segment is made for. Without these, addresses are those of a device where segments lie one after
+      the other, in the order in which they were made.
     """
 
     torch: str
@@ -51,11 +52,25 @@ class Trace:
         return Trace(**json.loads(gzip.decompress(path.read_bytes())))
 
 
+class _Placed(CachingAllocator):
+    """An allocator whose segments lie where a device has put them. Of free blocks of one size, the address decides."""
+
+    def __init__(self, expandable: bool, limit_bytes: int | None) -> None:
+        super().__init__(expandable, limit_bytes)
+        self.places: list[int] = []
+
+    def _place(self, size_bytes: int) -> int:
+        return self.places.pop() if self.places else super()._place(size_bytes)
+
+
 def first_difference(trace: Trace) -> str | None:
     """Where the replay does something else than the allocator did; None where it never does."""
-    allocator = CachingAllocator(trace.expandable, trace.limit_bytes)
+    allocator = _Placed(trace.expandable, trace.limit_bytes)
     for index, (kind, *what, reserved_bytes) in enumerate(trace.events):
         address = None
+        if kind == "segment":
+            allocator.places.append(what[0])
+            continue
         if kind == "alloc":
             address = allocator.allocate(what[0], what[1])
         elif kind == "free":
@@ -154,9 +169,12 @@ def _events(recorded: Iterable[dict[str, Any]], expandable: bool, emptied: list[
             waiting.pop(0)
         if action in ("segment_alloc", "segment_map"):
             reserved_bytes += size
+            if action == "segment_alloc":
+                events.append(["segment", address, reserved_bytes])
             size = size if action == "segment_alloc" else _SEGMENT
             if not any(start <= address < start + length for start, length, _ in segments):
-                segments.append((address, size if action == "segment_alloc" else 1 << 36, end))
+                own = action == "segment_alloc"
+                segments.append((address, size if own else 1 << 36, address if own else end))
                 end += size
         elif action in ("segment_free", "segment_unmap"):
             reserved_bytes -= size
