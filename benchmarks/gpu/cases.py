@@ -1,4 +1,4 @@
-"""Models and batches on a CUDA device, with random weights and data.
+"""Models and batches on a CUDA device, or on the CPU where there is none, with random weights and data.
 
 `CASES[name]()` gives a model in train mode on the device and a batch: keyword arguments that make it return its loss.
 Models of transformers are in bfloat16, pictures in float32 under bfloat16 autocast where the name says so.
@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 Batch = dict[str, Any]
 Built = tuple[nn.Module, Batch]
 
@@ -22,14 +24,14 @@ def _on_device(make: Callable[[], nn.Module], dtype: torch.dtype = torch.bfloat1
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             return make().train()
     finally:
         torch.set_default_dtype(before)
 
 
 def _text(vocabulary: int, batch: int, length: int) -> Batch:
-    ids = torch.randint(0, vocabulary, (batch, length), device="cuda")
+    ids = torch.randint(0, vocabulary, (batch, length), device=DEVICE)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -76,8 +78,8 @@ def vit() -> Built:
     from transformers import ViTConfig, ViTForImageClassification
 
     model = _on_device(lambda: ViTForImageClassification(ViTConfig(num_labels=1000)))
-    images = torch.randn(64, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
-    return model, {"pixel_values": images, "labels": torch.randint(0, 1000, (64,), device="cuda")}
+    images = torch.randn(64, 3, 224, 224, device=DEVICE, dtype=torch.bfloat16)
+    return model, {"pixel_values": images, "labels": torch.randint(0, 1000, (64,), device=DEVICE)}
 
 
 class Classifier(nn.Module):
@@ -88,15 +90,15 @@ class Classifier(nn.Module):
         self.net, self.autocast = net, autocast
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.autocast):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=self.autocast):
             return F.cross_entropy(self.net(x), y)
 
 
 def pictures(make: Callable[[], nn.Module], batch: int, size: int, each_point: bool = False) -> Built:
     model = _on_device(lambda: Classifier(make(), autocast=True), torch.float32)
     shape = (batch, size, size) if each_point else (batch,)
-    labels = torch.randint(0, 2 if each_point else 1000, shape, device="cuda")
-    return model, {"x": torch.randn(batch, 3, size, size, device="cuda"), "y": labels}
+    labels = torch.randint(0, 2 if each_point else 1000, shape, device=DEVICE)
+    return model, {"x": torch.randn(batch, 3, size, size, device=DEVICE), "y": labels}
 
 
 def vision(name: str, batch: int, size: int = 224) -> Built:
@@ -174,11 +176,17 @@ class FNO(nn.Module):
 
 def fno(batch: int = 16, size: int = 256) -> Built:
     model = _on_device(FNO, torch.float32)
-    x = torch.randn(batch, 3, size, size, device="cuda")
-    return model, {"x": x, "y": torch.randn(batch, 1, size, size, device="cuda")}
+    x = torch.randn(batch, 3, size, size, device=DEVICE)
+    return model, {"x": x, "y": torch.randn(batch, 1, size, size, device=DEVICE)}
+
+
+def tiny() -> Built:
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return llama(3, 2, 32, 128, **sizes)
 
 
 CASES: dict[str, Callable[[], Built]] = {
+    "tiny": tiny,
     "lora-8b-1x2048": lambda: llama(32, 1, 2048, lora=True),
     "lora-8b-4x2048": lambda: llama(32, 4, 2048, lora=True),
     "full-8b-4x512": lambda: llama(32, 4, 512),

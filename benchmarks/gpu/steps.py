@@ -13,7 +13,7 @@ Ways, each from the same weights, with fused AdamW:
 A row, as a line of JSON: seconds a step (median, least, most; the first three left out), seconds until the step's
 call has returned, bytes allocated and reserved at most in all steps, what the plan predicted of these, the losses, and
 a hash of the first step's gradients. --deterministic: kernels that sum in one order; then losses and gradients of plans
-equal those of plain, or of two plain runs differ.
+equal those of plain, or of two plain runs differ. Without a CUDA device the CPU stands for it, and nothing is counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import nn
 
 import memplan
 from benchmarks.environment import environment
-from benchmarks.gpu.cases import CASES, Batch
+from benchmarks.gpu.cases import CASES, DEVICE, Batch
 
 Row = dict[str, Any]
 Step = Callable[[Batch], torch.Tensor]
@@ -70,6 +70,40 @@ def _stepping(
     return step
 
 
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if DEVICE == "cuda" else tensor
+
+
+def _synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def _forget() -> None:
+    """Give back what the allocator keeps, and count peaks anew."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _set_cap(cap_gib: float | None) -> None:
+    if DEVICE == "cuda":
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if cap_gib is None else min(1.0, cap_gib * 2**30 / whole))
+
+
+def _peaks() -> dict[str, int]:
+    if DEVICE == "cpu":
+        return {}
+    return {
+        "allocated_bytes": torch.cuda.max_memory_allocated(),
+        "requested_bytes": torch.cuda.memory_stats().get("requested_bytes.all.peak", 0),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+    }
+
+
 def _hash(tensors: list[torch.Tensor]) -> int:
     found = 0
     for tensor in tensors:
@@ -79,8 +113,8 @@ def _hash(tensors: list[torch.Tensor]) -> int:
 
 def _host_optimizer(model: nn.Module) -> Step:
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-    masters = [nn.Parameter(p.detach().cpu().pin_memory()) for p in model.parameters()]
-    grads = [torch.empty_like(m).pin_memory() for m in masters]
+    masters = [nn.Parameter(_pinned(p.detach().cpu().clone())) for p in model.parameters()]
+    grads = [_pinned(torch.empty_like(m)) for m in masters]
     optimizer = torch.optim.AdamW(masters, lr=_RATE, fused=True)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -90,7 +124,7 @@ def _host_optimizer(model: nn.Module) -> Step:
             assert parameter.grad is not None
             grad.copy_(parameter.grad, non_blocking=True)
             master.grad, parameter.grad = grad, None
-        torch.cuda.synchronize()
+        _synchronize()
         optimizer.step()
         with torch.no_grad():
             for master, parameter in zip(masters, model.parameters(), strict=True):
@@ -134,7 +168,7 @@ def _step(way: str, model: nn.Module, batch: Batch, budget: Any, seen: dict[str,
         model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     if kind in ("offload", "backward"):
         model.to("cpu")
-        torch.cuda.empty_cache()
+        _forget()
     optimizer, call = _adamw(model), model
     if kind == "compile":
         torch._dynamo.reset()
@@ -143,7 +177,7 @@ def _step(way: str, model: nn.Module, batch: Batch, budget: Any, seen: dict[str,
         call = torch.compile(model)
     elif kind not in ("plain", "checkpointing"):
         memplan.apply(
-            model, batch, budget, optimizer=optimizer, device="cuda", kernels="fused" if kind == "fused" else "eager",
+            model, batch, budget, optimizer=optimizer, device=DEVICE, kernels="fused" if kind == "fused" else "eager",
             host_budget="100GiB" if kind in ("offload", "backward") else None,
             update="backward" if kind == "backward" else "step", on_infeasible="raise",
         )  # fmt: skip
@@ -152,51 +186,38 @@ def _step(way: str, model: nn.Module, batch: Batch, budget: Any, seen: dict[str,
 
 def measure(case: str, way: str, budget: Any, cap_gib: float | None, steps: int) -> Row:
     """Train, from the same weights each time."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    _forget()
     torch.manual_seed(1)
-    torch.cuda.set_per_process_memory_fraction(1.0)
+    _set_cap(None)
     began = time.perf_counter()
     model, batch = CASES[case]()
     built = time.perf_counter()
-    if cap_gib is not None:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        if way.partition(":")[0] not in ("offload", "backward"):
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / whole))
+    if way.partition(":")[0] not in ("offload", "backward"):  # else the model, which is on the device now, may not fit
+        _set_cap(cap_gib)
     row: Row = {"case": case, "way": way, "cap_gib": cap_gib}
     seen: dict[str, Any] = {}
     losses, seconds, calls = [], [], []
     try:
         step = _step(way, model, batch, budget, seen)
-        if cap_gib is not None:
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / whole))
+        _set_cap(cap_gib)
         row |= {"built_s": built - began, "ready_s": time.perf_counter() - built}
         torch.manual_seed(2)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        _forget()
         row["items"] = next(iter(batch.values())).shape[0]
         row["tokens"] = batch["input_ids"].numel() if "input_ids" in batch else None
         for _ in range(_WARM_UP + steps):
             batch = {name: tensor.clone() for name, tensor in batch.items()}  # the next arrives beside the last
-            torch.cuda.synchronize()
+            _synchronize()
             start = time.perf_counter()
             losses.append(step(batch))
             calls.append(time.perf_counter() - start)
-            torch.cuda.synchronize()
+            _synchronize()
             seconds.append(time.perf_counter() - start)
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {str(error)[:300]}"
         if not isinstance(error, (torch.OutOfMemoryError, memplan.BudgetInfeasible)):
             traceback.print_exc()
-    row |= {
-        "allocated_bytes": torch.cuda.max_memory_allocated(),
-        "requested_bytes": torch.cuda.memory_stats().get("requested_bytes.all.peak", 0),
-        "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "losses": [float(loss) for loss in losses],
-        "gradients": seen.get("gradients"),
-    }
+    row |= _peaks() | {"losses": [float(loss) for loss in losses], "gradients": seen.get("gradients")}
     if timed := seconds[_WARM_UP:]:
         row |= {"step_s": statistics.median(timed), "least_s": min(timed), "most_s": max(timed)}
         row["call_s"] = statistics.median(calls[_WARM_UP:])
@@ -219,7 +240,7 @@ def _budget(way: str, cap_gib: float | None, rows: dict[str, Row]) -> Any:
         return int(cap_gib * 2**30)
     if told[0] == "=":
         return rows[told[1:]]["reserved_bytes"]
-    if "plain" in rows:
+    if "allocated_bytes" in rows.get("plain", {}):
         return int(float(told) * rows["plain"]["allocated_bytes"])
     return float(told)
 
@@ -250,7 +271,8 @@ def main() -> None:
 
     torch.use_deterministic_algorithms(args.deterministic, warn_only=True)
     with _alone(args.lock):
-        card = {"device": torch.cuda.get_device_name(0), **environment()}
+        device = torch.cuda.get_device_name(0) if DEVICE == "cuda" else DEVICE
+        card = {"device": device, **environment()}
         rows: dict[str, Row] = {}
         for way in args.ways:
             row = measure(args.case, way, _budget(way, args.cap, rows), args.cap, args.steps)

@@ -42,7 +42,7 @@ _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it and r
 _FEWEST_RUNS, _MOST_RUNS = 2, 5
 _LONG_S = 0.1  # the first run of an op that takes longer is one of those that count
 _CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
-_LAUNCH_CYCLES = 100_000  # of a GPU: longer than a CPU takes to launch an op
+_LAUNCH_CYCLES = (100_000, 400_000, 1_600_000)  # of a GPU: longer than most CPUs take to launch an op, and slow ones
 _WARM_UP_CYCLES = 20_000_000  # until its clock is up
 _MARK = "memplan op "
 _VARIOUS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -383,11 +383,15 @@ def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:
 def _timed(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        private.keep_busy(_LAUNCH_CYCLES)  # or the time to launch the op would count
-        begin.record()
-        target(*args, **kwargs)
-        end.record()
-        end.synchronize()
+        for cycles in _LAUNCH_CYCLES:
+            private.keep_busy(cycles)  # or the time to launch the op would count
+            begin.record()
+            target(*args, **kwargs)
+            end.record()
+            waited = begin.query()  # the device has, for the CPU
+            end.synchronize()
+            if not waited:
+                break
         return float(begin.elapsed_time(end)) / 1e3
     start = time.perf_counter()
     target(*args, **kwargs)

@@ -25,7 +25,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
-from memplan.costs import libraries
+from memplan.costs import bench, libraries
 from memplan.costs.bench import Bench
 from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_memory, optimizer_needs
 from memplan.installed.planned_forward import planned_forward
@@ -327,6 +327,30 @@ def test_optimizers_with_odd_settings_are_foreseen(device: torch.device) -> None
     for optimizer in (torch.optim.AdamW(parameters(), lr=torch.tensor(1e-3)), torch.optim.Adafactor(parameters())):
         state_bytes, step_bytes = optimizer_needs(optimizer, device)
         assert state_bytes > 0 and step_bytes > 0
+
+
+def test_the_launch_of_an_op_is_not_timed_where_the_cpu_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited, runs = [], []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            pass
+
+        synchronize = record
+
+        def query(self) -> bool:
+            return len(waited) < 2
+
+        def elapsed_time(self, other: Event) -> float:
+            return 3.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(private, "keep_busy", waited.append)
+    assert bench._timed(lambda: runs.append(0), (), {}, CUDA) == 3e-3
+    assert waited == [100_000, 400_000] and len(runs) == 2
 
 
 def test_workspaces_of_libraries_are_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
