@@ -17,7 +17,6 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import allocated_bytes
 
 _THREADS = 2
-_ADD_BIAS = "aten.addmm.default"
 _CONVOLVE = frozenset(f"aten.{name}.default" for name in ("convolution", "convolution_backward"))
 _MULTIPLY = frozenset(
     f"aten.{name}.default"
@@ -49,8 +48,7 @@ def workspaces(traced: Traced, measured: bool, capability: tuple[int, int] | Non
         return (private.blas_workspace_bytes(capability),) * threads if _multiplies(traced) else ()
     if not multiplies_matrices(traced) or (measured and not _kept(traced.device)):
         return ()
-    adds_biases = any(op.kind == _ADD_BIAS for op in traced.graph.ops)
-    return _most_workspaces(traced.device, adds_biases)
+    return _most_workspaces(traced.device)
 
 
 def most_library_bytes(device: torch.device) -> int:
@@ -58,9 +56,8 @@ def most_library_bytes(device: torch.device) -> int:
     return sum(_most_workspaces(device)) if device.type == "cuda" else 0
 
 
-def _most_workspaces(device: torch.device, adds_biases: bool = True) -> tuple[int, ...]:
-    kept = _kept(device)
-    return kept[: 1 + adds_biases] * _THREADS if kept else (workspace_bytes(device),)
+def _most_workspaces(device: torch.device) -> tuple[int, ...]:
+    return _kept(device) * _THREADS or (workspace_bytes(device),)
 
 
 @functools.cache
@@ -79,12 +76,13 @@ def workspace_bytes(device: torch.device) -> int:
 def make_workspaces(device: torch.device) -> None:
     """Make the workspaces now, on this thread and on autograd's, so that they do not count as growth of a step."""
 
-    def multiply(square: torch.Tensor) -> None:
+    def multiply(_: torch.Tensor | None = None) -> None:
         torch.mm(square, square)
         torch.addmm(square[0], square, square)
 
     with private.outside_of_tracing(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        square = torch.zeros(8, 8, device=device, requires_grad=True)
-        multiply(square.detach())
-        square.register_hook(multiply)
-        torch.autograd.grad(square.sum(), square)
+        square = torch.zeros(8, 8, device=device)
+        multiply()
+        x = torch.zeros(1, device=device, requires_grad=True)
+        x.register_hook(multiply)
+        torch.autograd.grad(x.sum(), x)
