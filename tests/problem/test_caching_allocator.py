@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memplan.problem.caching_allocator import CachingAllocator
-from tests.support.allocator_traces import FOLDER, KINDS, Trace, first_difference, record_in_a_process
+from tests.support.allocator_traces import FOLDER, KINDS, NEEDS_ALLOCATOR, Trace, first_difference, record_in_a_process
 
 MIB = 1 << 20
 TRACES = sorted(FOLDER.glob("*.json.gz"))
@@ -27,6 +27,7 @@ def test_the_replay_does_what_the_allocator_did(path: Path) -> None:
 
 
 @pytest.mark.gpu
+@NEEDS_ALLOCATOR
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_replay_does_what_this_allocator_does(kind: str, expandable: bool, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from memplan.problem.data import Costs, Graph, Op, Problem, Requests, Value
 from memplan.problem.reserved import reserved_bytes
 from memplan.problem.schedule import Boundary, Compute, Drop, Schedule, SurfaceGrads
 from memplan.problem.simulate import simulate, unplanned_step
+from tests.support.allocator_traces import NEEDS_ALLOCATOR
 from tests.support.parameters import examples
 from tests.support.random_graphs import random_problems, unet_like
 from tests.support.reserved_loops import FOLDER, LOOPS, run_in_a_process
@@ -173,6 +174,7 @@ def test_what_loops_reserved_is_foreseen(path: Path) -> None:
 
 
 @pytest.mark.gpu
+@NEEDS_ALLOCATOR
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 @pytest.mark.parametrize("expandable", [False, True])

@@ -18,8 +18,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from memplan.problem.caching_allocator import CachingAllocator
 
+NEEDS_ALLOCATOR = pytest.mark.skipif(
+    hasattr(torch.cuda, "stand_in"), reason="the stand-in for a CUDA device has no caching allocator"
+)
 FOLDER = Path(__file__).with_name("traces")
 _LIMIT_BYTES = 600 << 20
 _HELD_BYTES = 400 << 20  # about what random sequences hold
@@ -88,8 +94,6 @@ def first_difference(trace: Trace) -> str | None:
 
 def record(kind: str, expandable: bool, seed: int, count: int) -> Trace:
     """A trace of this process, which must not have used its CUDA device. Its allocator's setting is `expandable`."""
-    import torch
-
     torch.cuda.init()
     limit_bytes = None
     if kind == "limited":
@@ -108,8 +112,6 @@ def record(kind: str, expandable: bool, seed: int, count: int) -> Trace:
 
 def _random_requests(rng: random.Random, count: int, emptied: list[int], stream_count: int) -> None:
     """Ask for blocks of many sizes and free them. emptied: gets the number of requests before each `empty_cache`."""
-    import torch
-
     streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(stream_count - 1))]
     sizes = (1, 512, 513, 4096, 100_000, 600_000, (1 << 20) - 511, 1 << 20, (1 << 20) + 1, 2 << 20, 3 << 20)
     sizes += ((10 << 20) - 1, 10 << 20, 20 << 20, 33 << 20)
@@ -135,7 +137,6 @@ def _random_requests(rng: random.Random, count: int, emptied: list[int], stream_
 
 def _steps() -> None:
     """Training steps of a convolutional net, by an optimizer with state."""
-    import torch
     from torch import nn
 
     def block(width: int) -> nn.Module:
