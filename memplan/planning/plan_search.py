@@ -110,9 +110,9 @@ class PlanSearch:
         chosen = search(within) or search(limit)
         if chosen is None:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
-        chosen, reserved_fits = self._reserving(within, chosen, search)
+        chosen = self._reserving(within, chosen, search)
         plan = plan_with_gathers(chosen, front, limit, least)
-        if not reserved_fits:
+        if plan.problem.requests is not None and self._limits.is_of_device and plan.reserved_bytes > within:
             _tell_of_reserved(plan)
         return plan
 
@@ -138,37 +138,37 @@ class PlanSearch:
             chosen = search(limit)
         if chosen is None:
             return no_room(plain, least, limit, placement.host_limit)
-        chosen, reserved_fits = self._reserving(within, chosen, search)
+        chosen = self._reserving(within, chosen, search)
         if self._settings.keep_frozen:
             staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
+            if staying is not None:
+                staying = self._reserving(within, staying, functools.partial(search, stays=True))
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
                 chosen = staying
         if placement.host is None:
             self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
         placement.decide(chosen.host)
         plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
-        if not reserved_fits:
+        if plan.problem.requests is not None and self._limits.is_of_device and plan.reserved_bytes > within:
             _tell_of_reserved(plan)
         return plan
 
-    def _reserving(
-        self, limit_bytes: int, chosen: Residency, search: Callable[[int], Residency | None]
-    ) -> tuple[Residency, bool]:
-        """A choice for which PyTorch's CUDA allocator reserves no more than the limit, and whether there is one.
+    def _reserving(self, limit_bytes: int, chosen: Residency, search: Callable[[int], Residency | None]) -> Residency:
+        """A choice for which PyTorch's CUDA allocator reserves no more than the limit.
 
         Each search is for a peak that is lower by what the one before reserved too much. The first choice stays where
         no search of a few finds one.
         """
         requests, found, peak_bytes, searches = chosen.problem.requests, chosen, limit_bytes, 0
         if requests is None or not self._limits.is_of_device:
-            return chosen, True
+            return chosen
         while (reserved := reserved_bytes(found.problem, found.found.schedule, requests.expandable)) > limit_bytes:
             peak_bytes -= reserved - limit_bytes
             lower = search(peak_bytes) if searches < _MOST_LOWERED else None
             if lower is None:
-                return chosen, False
+                return chosen
             found, searches = lower, searches + 1
-        return found, True
+        return found
 
     def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
         """Warn where a fused optimizer would update what lives on the host in much less time."""
