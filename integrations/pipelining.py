@@ -11,7 +11,6 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +26,9 @@ import memplan
 StageBudget = int | float | str
 StageHostBudget = int | str
 PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+# A forward or backward in a schedule's order: the stage that runs, and by stage how many forwards are in flight then.
+ActionMoment = tuple[int, dict[int, int]]
 
 _COMBINATIONS = 4096  # of points of the stages' curves that are tried where stages share a budget
 
@@ -77,7 +79,7 @@ def in_flight(schedule: PipelineSchedule) -> dict[int, int]:
     They are counted over the order of actions that the schedule has worked out. Raises ValueError for a schedule that
     has none, or that splits backward.
     """
-    moments = [moment.in_flight for moment in _moments(schedule)]
+    moments = [counts for _, counts in _moments(schedule)]
     return {index: max(counts[index] for counts in moments) for index in moments[0]}
 
 
@@ -98,9 +100,8 @@ class StagePlans:
         counts, host_budgets: by stage index. Stages without a host budget do not offload.
         """
         self.in_flight = counts
-        self._schedule, self._budget, self._keywords = schedule, budget, keywords
-        self._host_budgets = host_budgets
-        self._loss_fn = schedule._loss_fn
+        self._schedule, self._budget, self._host_budgets = schedule, budget, host_budgets
+        self._keywords, self._loss_fn = keywords, schedule._loss_fn
         self._stages = {
             stage.stage_index: _Stage(stage, self._loss_fn if stage.is_last else None, return_outputs)
             for stage in _stages(schedule)
@@ -113,14 +114,12 @@ class StagePlans:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that the stages of this rank hold together, as planned. Raises ValueError before plans."""
-        self._require_plans()
-        return _together(self.plans, _moments(self._schedule))
+        return _together(self._all_plans(), _moments(self._schedule))
 
     @property
     def host_bytes(self) -> int:
         """Host memory that the stages of this rank need together. Raises ValueError before plans."""
-        self._require_plans()
-        return sum(plan.host_bytes for plan in self.plans.values())
+        return sum(plan.host_bytes for plan in self._all_plans().values())
 
     @property
     def plans(self) -> dict[int, memplan.Plan]:
@@ -137,9 +136,11 @@ class StagePlans:
         for stage in self._stages.values():
             stage.remove()
 
-    def _require_plans(self) -> None:
-        if len(self.plans) < len(self._stages):
+    def _all_plans(self) -> dict[int, memplan.Plan]:
+        plans = self.plans
+        if len(plans) < len(self._stages):
             raise ValueError("the stages are planned when the schedule's first step comes")
+        return plans
 
     def _begin(self, initialize: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         """Plan, beside what a schedule does before a step's first microbatch. That runs unplanned."""
@@ -297,22 +298,13 @@ class _Stage:
         found: list[Any] = [tuple(args), dict(kwargs or {})]
         if self._loss_fn is not None:
             found += [target, dict(loss_kwargs or {})]
-        return tuple(pytree.tree_map_only(torch.Tensor, _copy, part) for part in found)
+        return tuple(
+            pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), part)
+            for part in found
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _ActionMoment:
-    """A forward or backward in the schedule's order.
-
-    - stage: the stage that runs.
-    - in_flight: by stage, how many forwards are in flight then.
-    """
-
-    stage: int
-    in_flight: dict[int, int]
-
-
-def _moments(schedule: PipelineSchedule) -> list[_ActionMoment]:
+def _moments(schedule: PipelineSchedule) -> list[ActionMoment]:
     """All that this rank computes, in order. Raises ValueError for a schedule whose backward comes in parts."""
     waiting = {stage.stage_index: 0 for stage in _stages(schedule)}
     found = []
@@ -325,27 +317,28 @@ def _moments(schedule: PipelineSchedule) -> list[_ActionMoment]:
         if kind == "F":
             waiting[stage] += 1
         if kind in ("F", "B"):
-            found.append(_ActionMoment(stage, dict(waiting)))
+            found.append((stage, dict(waiting)))
         if kind == "B":
             waiting[stage] -= 1
     return found
 
 
-def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_ActionMoment]) -> int:
+def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[ActionMoment]) -> int:
     """The most bytes that these plans of one rank's stages hold at any moment together."""
     idle = {i: plan.problem.resident_bytes - plan.problem.graph.input_bytes for i, plan in plans.items()}
 
-    def held(moment: _ActionMoment) -> int:
-        own, counts = plans[moment.stage], moment.in_flight
-        running = own.peak_bytes - (own.problem.in_flight - counts[moment.stage]) * own.waiting_bytes
-        others = [idle[i] + counts[i] * plan.waiting_bytes for i, plan in plans.items() if i != moment.stage]
+    def held(moment: ActionMoment) -> int:
+        stage, counts = moment
+        own = plans[stage]
+        running = own.peak_bytes - (own.problem.in_flight - counts[stage]) * own.waiting_bytes
+        others = [idle[i] + counts[i] * plan.waiting_bytes for i, plan in plans.items() if i != stage]
         return running + sum(others)
 
     return max(held(moment) for moment in moments)
 
 
 def _fastest(
-    curves: Mapping[int, Sequence[memplan.Plan]], moments: Sequence[_ActionMoment], budget_bytes: int
+    curves: Mapping[int, Sequence[memplan.Plan]], moments: Sequence[ActionMoment], budget_bytes: int
 ) -> dict[int, memplan.Plan]:
     """One plan of each curve: those that fit together in the least time. Raises BudgetInfeasible.
 
@@ -354,7 +347,7 @@ def _fastest(
     most = max(2, int(_COMBINATIONS ** (1 / len(curves))))
     thinned = [[curve[round(k * (len(curve) - 1) / (most - 1))] for k in range(most)] for curve in curves.values()]
     points = [list({id(plan): plan for plan in curve}.values()) for curve in thinned]
-    distinct = list({(m.stage, *m.in_flight.items()): m for m in moments}.values())
+    distinct = list({(stage, *counts.items()): (stage, counts) for stage, counts in moments}.values())
     tried_bytes = []
     for chosen in sorted(itertools.product(*points), key=lambda plans: sum(plan.time_s for plan in plans)):
         together = dict(zip(curves, chosen, strict=True))
@@ -371,15 +364,9 @@ def _fastest(
     )
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
 def _bytes(budget: StageBudget | Mapping[int, StageBudget]) -> int:
-    if isinstance(budget, str):
-        return memplan.parse_bytes(budget)
-    if isinstance(budget, int) and not isinstance(budget, bool):
-        return budget
+    if isinstance(budget, (str, int)) and not isinstance(budget, bool):
+        return memplan.parse_bytes(budget) if isinstance(budget, str) else budget
     raise ValueError(
         f"several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
         f"{budget!r}. A dict gives each stage a budget of its own"

@@ -15,7 +15,7 @@ from memplan.capture.capturable import model_device
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
-from memplan.planning.largest import PlanAt, largest_that_fits
+from memplan.planning.remedies import PlanAt, largest_that_fits
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import parsed
 from memplan.torch_private import pytree

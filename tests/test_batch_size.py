@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 import memplan
-from memplan.planning.largest import largest_that_fits
+from memplan.planning.remedies import largest_that_fits
 
 SETTINGS: dict[str, Any] = {"costs": "estimate", "config": "rotor"}
 

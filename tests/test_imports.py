@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,7 @@ EXTRAS = {
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = [*MODULES, *sorted(INTEGRATIONS.rglob("*.py"))]
 
 
 def place_of(path: Path) -> str:
@@ -161,6 +163,13 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
     modules = {module_of(path): path for path in MODULES if path != PACKAGE / "__init__.py"}
     arrows = {name: {n for n, _ in imported_names(path) if n in modules} - {name} for name, path in modules.items()}
     tuple(graphlib.TopologicalSorter(arrows).static_order())
+
+
+def test_files_and_folders_are_small() -> None:
+    long = {str(path.relative_to(ROOT)): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 450}
+    folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in SOURCES)
+    assert not long
+    assert not {folder: count for folder, count in folders.items() if count > 18}
 
 
 def test_folders_say_what_is_in_them() -> None:

@@ -26,10 +26,10 @@ from memplan.costs.optimizer import update_needs
 from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
+from memplan.planning.homes import with_updates
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.trace_loop import KnownIslands, TraceLoop
-from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.program.tangents import TangentLayout

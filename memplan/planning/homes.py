@@ -1,4 +1,4 @@
-"""Where parameters live between steps, written into a captured step."""
+"""Where parameters live between steps, and which are updated in backward, written into a captured step."""
 
 from __future__ import annotations
 
@@ -116,4 +116,22 @@ def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:
     for gradient in traced.gradients:
         if len(gradient.parameters) == len(gradient.nodes) and all(name in sharded for name in gradient.parameters):
             values[gradient.value] = dataclasses.replace(values[gradient.value], home="sharded")
+    return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))
+
+
+def with_updates(traced: Traced, update_bytes: Mapping[str, int]) -> Traced:
+    """The step with parameters of these names updated as soon as their gradients are handed over.
+
+    update_bytes: by name, what the update allocates for a while on the device.
+    """
+    values: list[Value] = list(traced.graph.values)
+    for gradient in traced.gradients:
+        names = [name for name in gradient.parameters if name in update_bytes]
+        if names:
+            values[gradient.value] = dataclasses.replace(
+                values[gradient.value],
+                held=len(names) < len(gradient.nodes),  # somebody else keeps it
+                updates=True,
+                update_bytes=max(update_bytes[name] for name in names),
+            )
     return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))

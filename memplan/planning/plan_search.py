@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Callable
+from types import TracebackType
+from typing import TextIO
 
 from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
@@ -24,14 +27,13 @@ from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
-from memplan.planning.progress import ProgressLine
 from memplan.planning.residency import Residency, choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
 from memplan.problem.reserved import reserved_bytes
 from memplan.problem.simulate import unplanned
-from memplan.solvers import Front, solve_front
+from memplan.solvers import Front, Progress, solve_front
 from memplan.solvers.offload.overlap import hides
 from memplan.units import format_bytes
 
@@ -39,6 +41,8 @@ _MUCH = 0.05  # of a step, that could be saved
 _RUNGS = 6  # schedules for calls of other sizes
 _MOST_LOWERED = 4  # searches for a plan with copies that reserves less
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
+_QUIET_S = 2.0  # a search that takes less shows no progress
+_EVERY_S = 0.2
 
 
 class PlanSearch:
@@ -227,3 +231,33 @@ def _tell_of_reserved(plan: Plan) -> None:
         "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
         format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(plan.problem.budget_bytes or 0),
     )  # fmt: skip
+
+
+class ProgressLine:
+    """Shows progress in place, and clears the line at the end. Silent where the stream is no terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.terminal = stream.isatty()
+        self.due_s = time.monotonic() + _QUIET_S
+        self.width = 0
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.width:
+            self._write("")
+
+    def show(self, progress: Progress) -> None:
+        """Show the stage, how much of it is done and the gap so far."""
+        if not self.terminal or time.monotonic() < self.due_s:
+            return
+        self.due_s = time.monotonic() + _EVERY_S
+        gap = "" if progress.gap is None else f", at most {progress.gap:.1%} over the best possible"
+        self._write(f"memplan: {progress.stage} {progress.done:.0%}{gap}; Ctrl-C takes the best plan so far")
+
+    def _write(self, text: str) -> None:
+        self.stream.write("\r" + text.ljust(self.width) + ("" if text else "\r"))
+        self.stream.flush()
+        self.width = len(text)

@@ -82,7 +82,7 @@ class Runner:
         self.store = store
         self.trainable = trainable
         self._rescue: Rescue | None = None
-        self._before_backward: Callable[[bool], None] | None = None
+        self.before_backward: Callable[[bool], None] | None = None
         self.watch: Observer | None = None
         self.arrived: dict[int, TangentLayout] | None = None  # with which the latest backward started
         self.unchecked: set[fx.GraphModule] = set()
@@ -91,7 +91,7 @@ class Runner:
         self.written = written
         self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
-        self._outputs = outputs
+        self.outputs = outputs
         self._decisions = decisions
 
     @functools.cached_property
@@ -120,12 +120,7 @@ class Runner:
         - before_backward: called when a backward begins, with whether it is a further one through the same forward.
         - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
         """
-        self._rescue, self._before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
-
-    def begin_backward(self, state: InFlight) -> None:
-        """Call what is to be called when a backward begins."""
-        if self._before_backward is not None:
-            self._before_backward(state.spent)
+        self._rescue, self.before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
 
     def gradients(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Gradients from this program, or from the rescue where this program can't give them."""
@@ -159,12 +154,12 @@ class Runner:
         parameters = [self.store[name] for name in self.trainable]
         arguments = (self.anchor, self, numbers, len(inputs), *inputs, *parameters)
         outputs = _StepFunction.apply(*arguments)  # type: ignore[no-untyped-call]
-        if self._outputs.inner or self._outputs.shared:
+        if self.outputs.inner or self.outputs.shared:
             node = next(t.grad_fn for t in outputs if t.grad_fn is not None)
-            node.state.returned = self._outputs.returned(outputs)
+            node.state.returned = self.outputs.returned(outputs)
         for i, position in self.program.input_outputs.items():
             given = inputs[position]
-            same = given if given.requires_grad == self._outputs.requires_grad[i] else given.detach()
+            same = given if given.requires_grad == self.outputs.requires_grad[i] else given.detach()
             outputs = (*outputs[:i], same, *outputs[i + 1 :])
         return tuple(outputs)
 
@@ -172,7 +167,10 @@ class Runner:
         refuse_capture(self._schedule, self.store, self.device)
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
-        program = self._program_for(numbers)
+        program = self.program
+        if self._sizes is not None and numbers not in self._known_sizes:
+            assert self._checked is not None
+            program = self._checked()  # compares its results with the trace
         start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
         may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
@@ -194,7 +192,7 @@ class Runner:
         outputs = [t if i in program.input_outputs else t.detach() for i, t in enumerate(outputs)]
         # Detached, for an output that holds itself through its graph would outlive its last user.
         watched = [(f"input {i}", inputs[i]) for i in program.backward_inputs]
-        watched += [(f"output {self._outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs]
+        watched += [(f"output {self.outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs]
         read = [(f"input {i}", tensor) for i, tensor in enumerate(inputs)]
         state = Watched.named(program.backward_state, self.store)
         in_backward = frozenset(program.backward_state)
@@ -214,13 +212,6 @@ class Runner:
         gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
         return self.store.arena.forward(steering, gradients)
 
-    def _program_for(self, numbers: Numbers) -> Program:
-        """The program, with checks of its results where it has not run at these sizes yet."""
-        if self._sizes is None or numbers in self._known_sizes:
-            return self.program
-        assert self._checked is not None
-        return self._checked()
-
     def _evaluate(self, program: Program, numbers: Numbers) -> tuple[Any, ...]:
         """The numbers that a program takes."""
         if id(program) not in self._numbers_of:
@@ -239,11 +230,17 @@ class Runner:
 
     def _backward(self, state: InFlight, tangents: dict[int, torch.Tensor], run: fx.GraphModule) -> Gradients:
         if state.spent:
-            self._check_repeats(state)
+            if not self.repeats(state):
+                why = self._keeps_from_repeating(state.start) or "its backward is handing gradients over"
+                raise RuntimeError(
+                    "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs "
+                    f"the forward again for that, but this one can't, because {why}. Add losses up and call backward "
+                    "once, or call memplan.remove(model) to train without a plan"
+                )
             return self.repeat(state, tangents, state.numbers)
         run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
-            self._outputs.check(state.returned, tangents)
+            self.outputs.check(state.returned, tangents)
         self.store.begin()
         self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
@@ -321,17 +318,6 @@ class Runner:
         name = next(filter(None, changed), None)
         return name and f"{name} has been modified by an inplace operation, or exchanged, since then"
 
-    def _check_repeats(self, state: InFlight) -> None:
-        """Raise RuntimeError, with the reason, where the forward of `state` can't run again for a further backward."""
-        if self.repeats(state):
-            return
-        why = self._keeps_from_repeating(state.start) or "its backward is handing gradients over"
-        raise RuntimeError(
-            "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs the "
-            f"forward again for that, but this one can't, because {why}. Add losses up and call backward once, or "
-            "call memplan.remove(model) to train without a plan"
-        )
-
     def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor], numbers: Numbers) -> Gradients:
         """Run the forward of `state` again, which another program ran first, and then its backward.
 
@@ -377,10 +363,6 @@ class Runner:
         state.watched.check()
         state.parameters.check()
 
-    @property
-    def requires_grad(self) -> tuple[bool, ...]:
-        return self._outputs.requires_grad
-
     def _watched(
         self, phase: Callable[[Observer], contextlib.AbstractContextManager[None]]
     ) -> contextlib.AbstractContextManager[None]:
@@ -412,7 +394,9 @@ class _StepFunction(torch.autograd.Function):
         outputs, state = runner.forward(tensors[:input_count], numbers)
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
-        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))
+        ctx.mark_non_differentiable(
+            *(o for o, wanted in zip(outputs, runner.outputs.requires_grad, strict=True) if not wanted)
+        )
         return tuple(outputs)
 
     @staticmethod
@@ -441,7 +425,8 @@ class _StepFunction(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
-        runner.begin_backward(state)
+        if runner.before_backward is not None:
+            runner.before_backward(state.spent)
         ctx.state, state.autocast = state if keeps_graph else None, Autocast.of_backward(runner.device.type)
         state.surfaced = set()
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
