@@ -20,11 +20,12 @@ class Edges:
     """The graph behind some tensors. It keeps the graph's nodes alive.
 
     - functions: nodes of autograd functions that are written in Python.
+    - leaves: the nodes in which gradients end: one for each leaf that requires grad.
     """
 
     def __init__(self, starts: Iterable[torch.Tensor]) -> None:
         self._into: dict[Edge, list[Edge]] = {}
-        pending = [t.grad_fn for t in starts if t.grad_fn is not None]
+        pending = [get_gradient_edge(t).node for t in starts if t.requires_grad]
         seen = set(pending)
         while pending:
             node = pending.pop()
@@ -36,6 +37,7 @@ class Edges:
                     seen.add(target)
                     pending.append(target)
         self.functions: list[Any] = [node for node in seen if hasattr(type(node), "_forward_cls")]
+        self.leaves = {node for node in seen if not node.next_functions}
 
     def to(self, tensor: torch.Tensor) -> list[Edge]:
         """(node, which of its gradients) for each gradient that is added up for `tensor`, in that order."""
@@ -56,18 +58,6 @@ class Edges:
         for node, indices in by_node.items():
             node.register_hook(_diversion(indices, found))
         return found
-
-
-def leaves_behind(tensor: torch.Tensor) -> set[Any]:
-    """The nodes in which gradients of a tensor end: one for each leaf that requires grad."""
-    start = get_gradient_edge(tensor).node
-    seen, pending = {start}, [start]
-    while pending:
-        for target, _ in pending.pop().next_functions:
-            if target is not None and target not in seen:
-                seen.add(target)
-                pending.append(target)
-    return {node for node in seen if not node.next_functions}
 
 
 def _diversion(indices: Sequence[int], found: list[torch.Tensor]) -> Any:

@@ -223,6 +223,9 @@ class Island(IslandCall):
     ) -> None:
         """Count the gradients that each input gets. Where there are several, keep them apart."""
         edges, uses = Edges(starts), [0] * len(self.inputs)
+        leaves = edges.leaves - {target for edge in graph.begin for target, _ in edge.node.next_functions}
+        if leaves:
+            raise Refusal(f"{self.title} reads a tensor that requires grad, and that it is not given")
         for i, tensor in entered.items():
             begin = get_gradient_edge(tensor)
             uses[i] = len(edges.to(tensor)) + any(begin == end for end in graph.ends)

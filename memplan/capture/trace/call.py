@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.ops.edges import leaves_behind
+from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.sizes import Expression, Numbers
 from memplan.errors import NothingToTrain
 from memplan.torch_private import pytree
@@ -365,5 +365,5 @@ def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[boo
     scalars = [i for i in able if template.tensors[i].dim() == 0]
     if len(scalars) != 1:
         return able + terms
-    behind = leaves_behind(template.tensors[scalars[0]])
-    return scalars if all(leaves_behind(template.tensors[i]) <= behind for i in able) else able + terms
+    behind = Edges([template.tensors[scalars[0]]]).leaves
+    return scalars if Edges(template.tensors[i] for i in able).leaves <= behind else able + terms

@@ -83,6 +83,9 @@ class IslandRuns(private.RealOps):
         self._writes = 0  # to what forward has not made
         self._hidden: set[int] = set()  # buffers to which ops write without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
+        self._inside = set[int]()  # memory that the running call is given, or has made
+        self._behind = set[int]()  # other memory that it reads
+        self._read_behind: dict[str, set[int]] = {}  # the same, by name of a call
         self._memory = KeptMemory()
         self.unfit: dict[Any, str] = {}
 
@@ -90,6 +93,9 @@ class IslandRuns(private.RealOps):
     def islands(self) -> Islands:
         """The islands of the run, in the order of forward."""
         calls = tuple(island for island in self._calls if island.called not in self.unfit)
+        written = {storage_key(t) for t in self._memory.written}
+        for island in calls:
+            island.repeats = island.repeats and written.isdisjoint(self._read_behind[island.name])
         return Islands(self._callables - self.unfit.keys(), calls, self._reasons, self._layers)
 
     @contextlib.contextmanager
@@ -110,9 +116,11 @@ class IslandRuns(private.RealOps):
         given = {
             storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and has_memory(t)
         }
+        self._behind |= given - self._inside
         for tensor in tensors_of(result):
             if has_memory(tensor) and storage_key(tensor) not in given:
                 self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
+                self._inside.add(storage_key(tensor))
         self._reads += func is private.READ_SCALAR
         self._shapes += _has_shape_of_data(func, args)
         return result
@@ -204,11 +212,14 @@ class IslandRuns(private.RealOps):
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
         writes, island.varies = self._writes, False
+        self._inside, self._behind = {storage_key(t) for t in tensors if has_memory(t)}, set()
         self._within = True
         try:
             returned = run()
         finally:
             self._within = False
+        behind = self._read_behind[island.name] = self._behind
+        buffers_now = {storage_key(b) for b in self._model.buffers() if has_memory(b)}
         after = held_rng(self._device)
         island.random = before != after
         drew, island.varies = python_generators() != python_before, self._shapes > shapes
@@ -218,8 +229,11 @@ class IslandRuns(private.RealOps):
         self._within = True
         try:
             self._refuse(island, arguments, instance, autocast)
+            if not (behind - buffers_now).isdisjoint(self._made):
+                raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:
                 self._look(island, tensors, returned, before, attributes)
+            island.repeats = island.repeats and behind.isdisjoint(buffers_now)
             self._calls.append(island)
         except Exception as error:
             why = "" if isinstance(error, UnsupportedModel) else "it fails when it runs a second time: "
@@ -279,6 +293,9 @@ class IslandRuns(private.RealOps):
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
             island.once |= attributes.changed()
             facts, sources, outputs = outputs_of(results)
+            pairs = zip(pytree.tree_leaves(returned), facts.differentiable, strict=True)
+            if any(isinstance(o, torch.Tensor) and o.requires_grad and not d for o, d in pairs):
+                raise Refusal(f"{island.title} reads a tensor that requires grad, and that it is not given")
             if island.loose and any(type(o) in (int, float) for o in facts.outputs):
                 raise Refusal(f"{island.title} returns numbers that depend on data")
             island.alike &= all(
