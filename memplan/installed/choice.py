@@ -89,18 +89,16 @@ class StepChoice:
     def begin(self, call: Call) -> ServingStep:
         """The step that serves a new call."""
         self._look_for_gradients()
-        step = self._step_for(call)
+        if self.agreement is None:
+            step = self._known_step(call) or or_raise(self._planned(call))
+        else:
+            step = self._agreed(call, self.agreement, lambda share: or_raise(self._planned(call, share)))
         self._tell_of_flight(step, call)
         return step
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:
         """The step that goes on with this call in the place of `before`."""
         return self.in_place_of(before, self._known_step(call) or or_raise(self._planned(call)))
-
-    def _step_for(self, call: Call) -> ServingStep:
-        if self.agreement is None:
-            return self._known_step(call) or or_raise(self._planned(call))
-        return self._agreed(call, self.agreement, lambda share: or_raise(self._planned(call, share)))
 
     def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], ServingStep]) -> ServingStep:
         """The step that this rank runs, or prepares while other ranks do. plan: makes one where there is none."""

@@ -65,7 +65,7 @@ class UnplannedPasses:
                 yield
             peak_bytes = meter.peak_bytes + others_bytes
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        limit_bytes = self._limits.budget_bytes if self._limits.is_of_device else None
+        limit_bytes = self._limits.budget_bytes if self._limits.is_in_bytes else None
         if limit_bytes is not None and peak_bytes > limit_bytes:
             remedy = _remedy(before_bytes, peak_bytes - before_bytes, limit_bytes, tensors)
             text = (

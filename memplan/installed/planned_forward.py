@@ -107,7 +107,7 @@ class PlannedForward:
         with contextlib.suppress(ForwardFails), self.choice.known.one_call():
             return self._run_planned(call)
         with self.stepping_aside(), self.fetching():
-            return self.original(*args, **kwargs)  # raises its error, having written what it then has
+            return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
 
     def _run_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):

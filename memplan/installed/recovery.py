@@ -69,10 +69,10 @@ class Recovery:
                 changed = step.key.mismatch(call)
                 if isinstance(problem, PlanMismatch) and self._is_same(step, call, tangents, state.autocast):
                     return step.runner.backward(state, tangents)
-                repeats, other = changed is None and step.runner.repeats(state), step
+                repeats = changed is None and step.runner.repeats(state)
                 again = not again and self.frees_memory(problem, repeats)
                 if again:
-                    pass
+                    other = step
                 elif not isinstance(problem, PlanMismatch):
                     self.prepare_replan(problem, step, repeats)
                     other = or_raise(self._planned_for(step, call, tangents, state.autocast))
@@ -242,7 +242,7 @@ class Recovery:
         limit_bytes = limits.budget_bytes or plan.peak_bytes
         pieces_bytes = private.unallocated_bytes(problem)
         less_bytes = min(plan.peak_bytes / (1 + max(_LEAST_REDUCTION, limits.margin)), plan.peak_bytes - pieces_bytes)
-        limits.keep_free(max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1))
+        limits.set_margin(max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1))
         log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * limits.margin)
         self._choice.known.forget()
 

@@ -219,9 +219,9 @@ class Capturing:
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         # One run does not tell how islands go with sizes.
         looks = self.looks and is_real and (not varying or self._known.islands is not NO_ISLANDS)
-        once = functools.partial(self._one_forward, sample)
+        look = functools.partial(self._look_at_forward, sample)
         loop = TraceLoop(
-            self._model, self._forward, sample, options, self._known, once, self.decides and is_real, looks
+            self._model, self._forward, sample, options, self._known, look, self.decides and is_real, looks
         )
         captured = loop.captured()
         if isinstance(captured, UnsupportedModel):
@@ -240,7 +240,7 @@ class Capturing:
         cause = refusal.__cause__
         if cause is None or self._known.compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
             return
-        found = self._one_forward(sample)
+        found = self._look_at_forward(sample)
         if isinstance(found, ForwardFails) and type(found.error) is type(cause):
             raise found
 
@@ -263,26 +263,25 @@ class Capturing:
         """The call that a sample stands for."""
         return sample if isinstance(sample, Call) else CallReader(self._run).read_sample(sample)
 
-    def _one_forward(
+    def _look_at_forward(
         self, sample: Sample | Call, islands: Islands = NO_ISLANDS
     ) -> OneForward | ForwardFails | UnsupportedModel:
         """Run forward where its parameters are, to see what it does beside islands; or what goes wrong in it."""
+        model, run, device, call = self._model, self._run, self._placement.device, self.call_of(sample)
+
+        def look() -> OneForward:
+            if device is None or not self._placement.host:
+                here = call.detached(None if device is None else model_device(model))
+                with torch.enable_grad():
+                    return one_forward(model, run, here, None, islands)
+            with torch.no_grad():
+                fetched = FetchedWhereUsed(self._placement.away(), device, model)
+                return one_forward(model, run, call.detached(device), fetched, islands)
+
         try:
-            return contextvars.copy_context().run(self._forward_once, sample, islands)
+            return contextvars.copy_context().run(look)
         except (UnsupportedModel, ForwardFails) as error:
             return error.with_traceback(None)
-
-    def _forward_once(self, sample: Sample | Call, islands: Islands) -> OneForward:
-        model, run, device = self._model, self._run, self._placement.device
-        call = self.call_of(sample)
-        if device is None or not self._placement.host:
-            with torch.enable_grad():
-                return one_forward(
-                    model, run, call.detached(None if device is None else model_device(model)), None, islands
-                )
-        with torch.no_grad():
-            fetched = FetchedWhereUsed(self._placement.away(), device, model)
-            return one_forward(model, run, call.detached(device), fetched, islands)
 
 
 def _arriving(traced: Traced) -> dict[int, GradientLayout]:

@@ -44,7 +44,7 @@ class Limits:
         return self.budget_bytes or (None if budget is None else device_bytes(budget))
 
     @property
-    def is_of_device(self) -> bool:
+    def is_in_bytes(self) -> bool:
         """Whether the budget is one of bytes, which a device has, and no figure relative to the step."""
         budget = self._settings.budget
         return budget is None or device_bytes(budget) is not None
@@ -92,7 +92,7 @@ class Limits:
         """
         self.learnt = known_margin(self._model, device)
 
-    def keep_free(self, margin: float) -> None:
+    def set_margin(self, margin: float) -> None:
         """Use this margin from now on, in this process."""
         self.after_error = margin
 
@@ -104,7 +104,7 @@ class Limits:
     @property
     def may_hold_gradients(self) -> bool:
         """Whether forward may begin with gradients of earlier steps that plans could count, and do not yet."""
-        return not (self.accumulate or self._settings.theirs or self._settings.update == "backward")
+        return not (self.accumulate or self._settings.engine_has_gradients or self._settings.update == "backward")
 
     @contextlib.contextmanager
     def counting_held_gradients(self) -> Iterator[None]:
@@ -112,7 +112,7 @@ class Limits:
 
         A budget that is a fraction is then one of the unplanned peak with these gradients.
         """
-        before, known = self.budget_bytes, self.is_of_device
+        before, known = self.budget_bytes, self.is_in_bytes
         self.accumulate, self.budget_bytes = True, before if known else self._with_gradients
         try:
             yield

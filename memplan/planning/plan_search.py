@@ -83,7 +83,7 @@ class PlanSearch:
         chosen = front.best(within) or front.floor
         if chosen.peak_bytes > limit:
             return infeasible(problem, front.floor, limit)
-        if problem.requests is None or not self._limits.is_of_device:
+        if problem.requests is None or not self._limits.is_in_bytes:
             return plan_of_front(problem, front, chosen, limit)
         reserved = fastest_reserved(problem, front, within)
         plan = plan_of_front(problem, front, reserved or chosen, limit)
@@ -116,7 +116,7 @@ class PlanSearch:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         chosen = self._reserving(within, chosen, search)
         plan = plan_with_gathers(chosen, front, limit, least)
-        if plan.problem.requests is not None and self._limits.is_of_device and plan.reserved_bytes > within:
+        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
             _tell_of_reserved(plan)
         return plan
 
@@ -153,7 +153,7 @@ class PlanSearch:
             self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
         placement.decide(chosen.host)
         plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
-        if plan.problem.requests is not None and self._limits.is_of_device and plan.reserved_bytes > within:
+        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
             _tell_of_reserved(plan)
         return plan
 
@@ -164,7 +164,7 @@ class PlanSearch:
         no search of a few finds one.
         """
         requests, found, peak_bytes, searches = chosen.problem.requests, chosen, limit_bytes, 0
-        if requests is None or not self._limits.is_of_device:
+        if requests is None or not self._limits.is_in_bytes:
             return chosen
         while (reserved := reserved_bytes(found.problem, found.found.schedule, requests.expandable)) > limit_bytes:
             peak_bytes -= reserved - limit_bytes
@@ -214,9 +214,9 @@ class PlanSearch:
     def _front(self, problem: Problem) -> Front:
         """The best schedules that the configured search finds, now or in an earlier process.
 
-        A terminal shows progress where that takes long.
+        A terminal shows progress where that takes long, with the gap at the budget.
         """
-        problem, config = dataclasses.replace(problem, budget_bytes=self._limits.budget_bytes), self._settings.search
+        problem, config = dataclasses.replace(problem, budget_bytes=self._limits.known_bytes), self._settings.search
         with ProgressLine(sys.stderr) as line:
             front = kept_front(problem, config, lambda: solve_front(problem, config, line.show))
         if front.truncated:

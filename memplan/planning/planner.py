@@ -53,8 +53,8 @@ class Planner:
     Each subject has one owner, and only that changes it: `limits` has the budget, `placement` knows where parameters
     live, `capturing` knows when forward is run on the sample. grouped: other ranks plan the same steps.
 
-    A refusal is returned in place of a plan or a step. It is raised only by methods that take a `share`, because errors
-    of one rank are raised on all.
+    A refusal is returned in place of a plan or a step. `join`, and `step` with a `share`, raise it, because errors of
+    one rank are raised on all. `problem`, `adopt` and `is_same`, which no other step could replace, raise it too.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, settings: Settings, grouped: bool = False) -> None:
@@ -140,11 +140,11 @@ class Planner:
         - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
-        together = share is not None and self.settings.shards is not None
-        if not known and not varying and not together:
+        in_one_order = share is not None and self.settings.shards is not None
+        if not known and not varying and not in_one_order:
             varying = self.capturing.declared(self.capturing.call_of(sample))
         found: ServingStep | Refused | None = None
-        if varying and not together:  # the gradients of all schedules of a capture arrive in one order
+        if varying and not in_one_order:  # the gradients of all schedules of a capture arrive in one order
             found = or_refusal(self._step, sample, known, None, like, varying)
             if isinstance(way := way_of(found), OtherResults):
                 log.info("such calls are planned for each size, because %s", found)
@@ -166,7 +166,7 @@ class Planner:
 
         def plan_with(settings: Settings, call: Call | Sample) -> Plan | Refused:
             other = Planner(self.model, self.forward, settings, grouped=self.capturing.grouped)
-            other.limits.keep_free(self.limits.margin)
+            other.limits.set_margin(self.limits.margin)
             return other.plan(call)
 
         return Remedies(self.settings, self.model, call, refusal, limit_bytes, plan_with).error()
@@ -203,9 +203,9 @@ class Planner:
         capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
         with without_collections():
             captured = capture()
-            found = None if isinstance(captured, UnsupportedModel) else self._unsearched(captured, known, share)
-        if isinstance(captured, UnsupportedModel):
-            return self._unplanned.step(sample, known, captured)
+            if isinstance(captured, UnsupportedModel):
+                return self._unplanned.step(sample, known, captured)
+            found = self._unsearched(captured, known, share)
         if share is None and self.capturing.looks:
             _refuse_collectives(captured)
         if found is not None:
@@ -269,7 +269,10 @@ class Planner:
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
         found = self._without_search.equal_step(captured, known)
-        return None if found is None else self._whole(captured, found[1], found[0].provisional)
+        if found is None:
+            return None
+        equal, plan = found
+        return self._whole(captured, plan, equal.provisional)
 
     def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
@@ -385,7 +388,8 @@ class Planner:
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
         grads, sized = self.settings.grads, self._problems.sized(captured, plan)
-        programs = functools.partial(_programs, captured.traced, captured.expanded, plan, grads)  # not the call's data
+        # Until it is lowered, a step must not hold the capture, or the batch would stay alive.
+        programs = functools.partial(_programs, captured.traced, captured.expanded, plan, grads)
         step = PlannedStep.of(self.model, captured, programs, grads, plan, provisional, self.placement.gathers, sized)
         self.placement.serve(step)
         return step

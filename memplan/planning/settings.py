@@ -75,7 +75,7 @@ class Settings:
                 raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.most_on_host!r}")
             if isinstance(self.budget, str) and parsed(self.budget) == SMALLEST:
                 raise ValueError("budget='min' is without host_budget=: with it, the least is where all is on the host")
-        _ = self.search, self.target_device
+        _ = self.search, self.target_device  # raise where the arguments are wrong
         self._check_flight()
         if self.link is not None:
             _check_link(self.link)
@@ -136,7 +136,7 @@ class Settings:
         return self.accumulate
 
     @property
-    def theirs(self) -> bool:
+    def engine_has_gradients(self) -> bool:
         """Whether an engine holds the gradients, or takes them away."""
         return self.surroundings.takes_gradients or (self.shards is not None and self.shards.takes_gradients)
 

@@ -1,10 +1,11 @@
-"""How often a call is traced, and why: one loop, in which each refusal says how the next trace differs.
+"""Traces one call, and traces it again as each refusal says, until a trace succeeds or nothing is left to try.
 
 | refusal | the next trace |
 |---|---|
 | `LetRequireGrad` | lets these arguments require grad |
 | `TakeBranches` | takes the branches that a run of forward on the sample took |
 | `StateChanges`, perhaps at first only | finds the caches that a first run of forward left |
+| `FixedSize` | none: no island helps |
 | any other | has the smallest calls around the failure as islands, which a run of forward has shown |
 """
 
@@ -73,15 +74,15 @@ class TraceLoop:
         sample: Sample | Call,
         options: CaptureOptions,
         known: KnownIslands,
-        forward_once: Callable[[Islands], OneForward | ForwardFails | UnsupportedModel],
+        look_at_forward: Callable[[Islands], OneForward | ForwardFails | UnsupportedModel],
         decides: bool,
         looks: bool,
     ) -> None:
-        """forward_once: runs forward on the sample, and notes no reads within these islands."""
+        """look_at_forward: runs forward on the sample, and notes no reads within these islands."""
         self._model, self._forward, self._sample, self._options = model, forward, sample, options
         self._run = forward if options.loss_fn is None else functools.partial(options.loss_fn, model)
-        self._known, self._forward_once, self._decides, self._looks = known, forward_once, decides, looks
-        self._unfit, self._looked = dict(known.unfit), False
+        self._known, self._look_at_forward, self._decides, self._looks = known, look_at_forward, decides, looks
+        self._unfit, self._saw_islands = dict(known.unfit), False
         self._given = {i.name: i.backward_facts.given for i in known.islands.calls if i.backward_facts is not None}
         self._begin_with(known.islands)
 
@@ -129,23 +130,23 @@ class TraceLoop:
             if self._first is not None:
                 self._first.caches.put()
             if self._branches and self._seen is None:
-                self._seen = self._run_once().answers
+                self._seen = self._look_or_raise().answers
             options = dataclasses.replace(
                 self._options, islands=self._islands, seen=self._seen, requiring=self._requiring
             )
             captured = capture(self._model, self._forward, self._sample, options)
             return captured if self._first is None else self._with_caches(captured, self._first)
 
-    def _run_once(self) -> OneForward:
+    def _look_or_raise(self) -> OneForward:
         """What a run of forward on the sample shows. Raises what goes wrong in it."""
-        found = self._forward_once(self._islands)
+        found = self._look_at_forward(self._islands)
         if not isinstance(found, OneForward):
             raise found
         return found
 
     def _first_run(self, refusal: UnsupportedModel) -> OneForward:
         """What a first run of forward leaves. Raises the refusal if that is no cache."""
-        first = self._run_once()
+        first = self._look_or_raise()
         left, caches = first.left, first.caches
         if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
             raise refusal
@@ -174,21 +175,21 @@ class TraceLoop:
         chains = self._chains(refusal)
         new, known = set[Any](), islands.callables - unfit.keys()
         for chain in chains:
-            if self._looked:
+            if self._saw_islands:
                 unfit |= {c: str(refusal) for c in chain[:1] if c in known}
             fit = next((c for c in chain if c not in unfit and _is_callable(c, self._model)), None)
             new |= set() if fit is None else _alike(fit, self._model, refusal) - unfit.keys()
         self._given |= open_calls.given
         callables = (known | new) - unfit.keys()
-        if (self._looked or not callables) and before == (callables, len(unfit), len(self._given)):
+        if (self._saw_islands or not callables) and before == (callables, len(unfit), len(self._given)):
             _say_why(refusal, chains, unfit)
             return False
         reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
         device = self._options.device or model_device(self._model)
         run = IslandRuns(self._model, frozenset(callables), self._given, device, reasons, self._known.layers)
-        self._looked = True
+        self._saw_islands = True
         with run.watching():
-            shown = self._forward_once(NO_ISLANDS)
+            shown = self._look_at_forward(NO_ISLANDS)
         if not isinstance(shown, OneForward):
             log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), shown)
             return False

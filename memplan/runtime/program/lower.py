@@ -102,7 +102,6 @@ class _Lowering(ProgramNodes):
         self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
         self.rng: dict[int, fx.Node] = {}
         self.ran: set[int] = set()
-        self.tangents: tuple[int, ...] = ()
         self.outputs: list[fx.Node] = []
         self.host_memory = place_host_copies(self.graph, schedule)
         self.slab: fx.Node | None = None
@@ -145,6 +144,8 @@ class _Lowering(ProgramNodes):
                     self._wait(value)
                 case DropHost(value):
                     del self.host_copies[value]
+                case _:
+                    raise TypeError(f"no program can do {step}")
         return self._finish()
 
     def _dead_after(self, index: int) -> set[int]:
@@ -387,10 +388,10 @@ class _Lowering(ProgramNodes):
         for value, instance in self.live.items():
             roots = self.traced.roots[value]
             self.live[value] = {n: p for n, p in instance.items() if n in roots}
-        with_tangent = [(i, o.tangent) for i, o in enumerate(self.traced.outputs) if o.tangent is not None]
-        self.tangents = tuple(i for i, _ in with_tangent)
-        for index, value in with_tangent:
-            self.live[value] = {self.traced.tangent_nodes[value]: self.side.placeholder(f"tangent_{index}")}
+        for index, output in enumerate(self.traced.outputs):
+            if output.tangent is not None:
+                tangent = self.side.placeholder(f"tangent_{index}")
+                self.live[output.tangent] = {self.traced.tangent_nodes[output.tangent]: tangent}
 
     def _surface(self, values: tuple[int, ...]) -> None:
         names, tensors = [], []
@@ -428,7 +429,6 @@ class _Lowering(ProgramNodes):
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
             input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
             output_count=len(self.outputs),
-            tangents=self.tangents,
             input_gradients=tuple(positions),
             parameter_gradients=tuple(self.returned),
             grads=self.grads,

@@ -31,7 +31,6 @@ class Program:
     - backward_outputs: positions of the outputs whose memory backward reads.
     - input_outputs: outputs that are inputs themselves: position of the output -> position of the input.
     - output_count: the number of outputs.
-    - tangents: output index of each tangent.
     - input_gradients: position of the input that each of the first results of backward belongs to.
     - parameter_gradients: names of the parameters that the other results of backward belong to.
     - grads: what `lower` was told.
@@ -48,7 +47,6 @@ class Program:
     backward_outputs: tuple[int, ...]
     input_outputs: dict[int, int]
     output_count: int
-    tangents: tuple[int, ...]
     input_gradients: tuple[int, ...]
     parameter_gradients: tuple[str, ...]
     grads: Grads

@@ -302,7 +302,7 @@ def _runner(
         written=Written.of(traced),
         decisions=tuple(decision.output for decision in traced.decisions),
         sizes=traced.sizes,
-        checked=functools.cache(lambda: lower(plan.schedule, traced, grads, True, plan.steering)),
+        checked=functools.cache(lambda: lower(plan.schedule, traced, grads, checks=True, steering=plan.steering)),
         steering=plan.steering,
         schedule=plan.schedule,
         islands=[k.target.island for k in traced.kernels if isinstance(k.target, IslandKernel) and k.target.forward],
