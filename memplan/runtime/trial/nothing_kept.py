@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
 from memplan.capture.attributes.tables import held_tensors, own_generators
+from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.generators import python_generators_kept
@@ -100,3 +101,34 @@ class WritesUndone(private.RealOps):
             if storage_key(parameter) != key and parameter.shape == data.shape:
                 parameter.data = data
         self._memory.undo()
+
+
+class OtherLeaves:
+    """Tensors that get gradients though they are no parameters or arguments: a list may hold them, or a closure.
+
+    As a context, it puts their gradients back, and keeps their hooks from running. found: those known so far.
+    """
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self._known = set(map(id, known))
+        self._stack = contextlib.ExitStack()
+        self.found: list[torch.Tensor] = []
+
+    def __enter__(self) -> OtherLeaves:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def look_behind(self, starts: Sequence[torch.Tensor]) -> None:
+        """Find those to which backward from these outputs gives gradients, and take what they have aside."""
+        for leaf in [node.variable for node in Edges(starts).leaves if hasattr(node, "variable")]:
+            if id(leaf) in self._known:
+                continue
+            self._known.add(id(leaf))
+            self.found.append(leaf)
+            self._stack.callback(setattr, leaf, "grad", leaf.grad)
+            for table in filter(None, (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)):
+                self._stack.callback(table.update, dict(table))
+                table.clear()
+            leaf.grad = None

@@ -31,6 +31,7 @@ from memplan.capture.trace.call import (
     leaf_names,
     shared_objects,
 )
+from memplan.runtime.trial.nothing_kept import OtherLeaves
 from memplan.runtime.trial.unplanned_peak import bits_of
 from memplan.torch_private import pytree
 
@@ -76,7 +77,12 @@ class StepStart:
                 _put(tensor, parts_of(own[name]))
         call = CallReader(run).read_sample(sample)
         try:
-            with _python_state_kept(model, run, call.leaves), heard or contextlib.nullcontext(), torch.enable_grad():
+            with (
+                _python_state_kept(model, run, call.leaves),
+                heard or contextlib.nullcontext(),
+                torch.enable_grad(),
+                OtherLeaves((*model.parameters(), *call.tensors)) as others,
+            ):
                 output = run(*call.variadic, **call.arguments)
                 template = OutputTemplate(output, shared_objects(model))
                 names = [_bare(name) or "output" for name in template.names]
@@ -86,7 +92,7 @@ class StepStart:
                     ("output", f"number {i}"): (torch.tensor(n, dtype=torch.float64),) for i, n in enumerate(numbers)
                 }
                 differentiable = frozenset(n for n, t in zip(names, template.tensors, strict=True) if t.requires_grad)
-                _run_backward(template)
+                _run_backward(template, others)
                 del output, template
                 return StepRecord(values | self._left(model, sample), differentiable)
         finally:
@@ -199,7 +205,7 @@ def _contents(model: nn.Module) -> list[torch.Tensor]:
     return [t for t in held_tensors(model) if not t.is_meta]
 
 
-def _run_backward(template: OutputTemplate) -> None:
+def _run_backward(template: OutputTemplate, others: OtherLeaves) -> None:
     """Run backward outside of autocast, as training loops do. Outputs beside a loss get numbers that vary."""
     torch.clear_autocast_cache()
     wanted = [t.requires_grad for t in template.tensors]
@@ -208,6 +214,7 @@ def _run_backward(template: OutputTemplate) -> None:
     chosen = differentiated_outputs(template, wanted)
     starts, source = [template.tensors[i] for i in chosen], torch.Generator().manual_seed(0)
     gradients = [torch.randn(t.shape, generator=source).to(t) if t.dim() else torch.ones_like(t) for t in starts]
+    others.look_behind(starts)
     with torch.autocast(starts[0].device.type, enabled=False):
         torch.autograd.backward(starts, gradients)
 

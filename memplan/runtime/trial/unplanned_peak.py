@@ -18,7 +18,7 @@ from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outp
 from memplan.capture.trace.generators import python_generators, seed_all
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
-from memplan.runtime.trial.nothing_kept import nothing_kept
+from memplan.runtime.trial.nothing_kept import OtherLeaves, nothing_kept
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.torch_private import pytree
 
@@ -48,13 +48,14 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
         AttributesKept(model, run=run) as attributes,
         KnownGenerators(model),
         torch.enable_grad(),
+        OtherLeaves((*model.parameters(), *call.tensors)) as others,
     ):
         meter.register(_resident_tensors(model, call))
         resident_bytes = meter.live_bytes
 
         def step() -> int:
             """Run a step. Gives what it held at most."""
-            for leaf in (*model.parameters(), *call.tensors):
+            for leaf in (*model.parameters(), *call.tensors, *others.found):
                 leaf.grad = None
             meter.reset_peak()
             with _allocations(model) as grown:
@@ -64,6 +65,7 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
                 with meter:
                     starts = _starts_of(model, output)
                     del output
+                    others.look_behind(starts)
                     _run_backward(starts)
             del starts
             return max(meter.peak_bytes, resident_bytes + grown[0])
