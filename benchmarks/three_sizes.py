@@ -33,10 +33,10 @@ def _is_named_ids(path: tuple[Any, ...]) -> bool:
 
 
 def _with_tokens(sample: Sample, length: int, now: int) -> Sample:
-    """A sample of which `now` of `length` tokens are left, in all tensors of whole numbers that have as many."""
+    """A sample of which `now` of `length` tokens are left, in all tables of whole numbers that have as many."""
 
     def cut(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.shape[1:2] != (length,):
+        if not isinstance(leaf, torch.Tensor) or leaf.is_floating_point() or leaf.shape[1:] != (length,):
             return leaf
         return leaf[:, :now].clone()
 
