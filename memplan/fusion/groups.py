@@ -50,6 +50,10 @@ class FusedGroup:
 Unit = FusedGroup | int  # a group, or an op of the trace that is not fused
 
 
+def phase_of_unit(step: StepGraph, unit: Unit) -> Phase:
+    return step.traced.graph.ops[unit].phase if isinstance(unit, int) else unit.phase
+
+
 def grouped_units(step: StepGraph) -> list[Unit]:
     """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
     return _Grouper(step).units()
