@@ -180,8 +180,13 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     rule = _LAYOUTS.get(func)
     if rule is None or all(a.stride() == dense_stride(a.shape) for a in args if isinstance(a, torch.Tensor)):
         return outputs
-    with private.without_modes():
-        layout = rule(*(_on_meta(a) if isinstance(a, torch.Tensor) else a for a in args))
+    with (
+        private.without_modes()
+    ):  # stand-ins are in float32: fake arithmetic in lower precisions gets layouts wrong too
+        given = (
+            torch.empty_strided(a.shape, a.stride(), device="meta") if isinstance(a, torch.Tensor) else a for a in args
+        )
+        layout = rule(*given)
 
     def fixed(result: Any) -> Any:
         return _with_stride(result, layout.stride()) if result is not None and result.shape == layout.shape else result
@@ -191,11 +196,3 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
 
 def _with_stride(result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return result if result.stride() == stride else private.with_layout(result, stride=stride)
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A stand-in of the same layout.
-
-    It is in float32, because fake arithmetic in lower precisions gets layouts wrong too.
-    """
-    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
