@@ -41,10 +41,9 @@ from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
-from memplan.capture.trace.sums import with_sums_in_place
+from memplan.capture.trace.sums import sums_in_place
 from memplan.capture.trace.trace import TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
-from memplan.problem.data import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,9 @@ def capture(
     ):
         run = contextvars.copy_context().run  # context variables that forward sets stay as they are
         captured = run(_capture, model, forward, sample, options, made)
-        _refuse_unsteady(captured.key, options.unsteady)
+        value = captured.key.depends_on(options.unsteady)
+        if value is not None:
+            raise Refusal(f"forward depends on a value that changes from step to step: {value}", StateChanges(value))
         return captured
 
 
@@ -176,8 +177,9 @@ def _capture(
     refuse_odd_arguments(call)
     check_devices(call, planned_device, device is not None)
     refuse_hooks(model, loss_fn is not None, shards, islands)
-    memory, reads, autocast = KeptMemory(), _reads(model, shards, run), Autocast.ambient(planned_device.type)
     ignored = () if shards is None else shards.attributes
+    reads = AttributeReads([owner for _, owner in attribute_owners(model, ignored, run)])
+    memory, autocast = KeptMemory(), Autocast.ambient(planned_device.type)
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
             model, call.requiring_grad(options.requiring), run, autocast, planned_device, tangents=tangents,
@@ -198,8 +200,9 @@ def _capture(
     refuse_reads(raw.islands.values(), model, reads)
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
-    if traced.decisions:  # where forward takes another branch it has to run again
-        _refuse_writes_to(traced, "input", "constant")
+    for value in traced.graph.values if traced.decisions else ():  # on another branch forward has to run again
+        if value.role in ("input", "constant") and value.reuses is not None:
+            raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw)
     answers = tuple(raw.answers[: raw.forward_reads])
@@ -287,18 +290,13 @@ def _lasting_ops(raw: RawTrace) -> list[str]:
 
 
 def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memory: KeptMemory) -> RawTrace:
-    """The trace, with the sums made in place that eager makes in place."""
-
-    def again(in_place: frozenset[int]) -> RawTrace:
+    """The trace, or a new one in which sums that eager makes in place have the strides of their first operands."""
+    known: frozenset[int] = frozenset()
+    while not (found := sums_in_place(raw)) <= known:
+        known |= found
         memory.undo()
-        return _trace_noting_reads(reads, dataclasses.replace(request, in_place=in_place))
-
-    return with_sums_in_place(raw, again)
-
-
-def _reads(model: nn.Module, shards: Shards | None, run: Callable[..., Any]) -> AttributeReads:
-    owners = attribute_owners(model, () if shards is None else shards.attributes, run)
-    return AttributeReads([owner for _, owner in owners])
+        raw = _trace_noting_reads(reads, dataclasses.replace(request, in_place=known))
+    return raw
 
 
 def _trace_noting_reads(reads: AttributeReads, request: TraceRequest) -> RawTrace:
@@ -331,15 +329,3 @@ def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
                 "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer",
                 MakeIslands([around]),
             )
-
-
-def _refuse_unsteady(key: StepKey, unsteady: Collection[str]) -> None:
-    value = key.depends_on(unsteady) if unsteady else None
-    if value is not None:
-        raise Refusal(f"forward depends on a value that changes from step to step: {value}", StateChanges(value))
-
-
-def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
-    for value in traced.graph.values:
-        if value.role in roles and value.reuses is not None:
-            raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")

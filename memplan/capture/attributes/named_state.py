@@ -46,7 +46,7 @@ import torch
 from torch import nn
 
 from memplan.capture.attributes.code_facts import CodeFacts, NameChain, facts_of_code
-from memplan.capture.attributes.named_table import NamedTable
+from memplan.capture.attributes.named_table import NamedTable, content_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -221,7 +221,7 @@ class NamedState:
             self._name_cells(function, cells)
         for name, *attributes in facts.closure:
             if name in cells:
-                self._name_value(_content(cells[name]), attributes)
+                self._name_value(content_of(cells[name]), attributes)
         for chain in facts.globals:
             if chain[0] in function.__globals__ or chain[0] in facts.stored:  # else it is a builtin
                 self._name_global(function.__globals__, chain)
@@ -270,7 +270,7 @@ class NamedState:
                 tuple(map(id, cells.values())), f"closure of {function.__qualname__}",
                 lambda names: NamedTable.of_cells({n: cells[n] for n in names}), owned, name,
             )  # fmt: skip
-            self._reach_code(_content(cells[name]))
+            self._reach_code(content_of(cells[name]))
 
     def _name_attributes(self, kind: type, names: Collection[str]) -> None:
         for name in set(names) - vars(torch.autograd.Function).keys():
@@ -381,20 +381,10 @@ def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _module_name(thing: Any) -> str:
-    return str(getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None) or "")
-
-
 def is_library_code(thing: Any) -> bool:
     """Whether code is of PyTorch, the standard library or memplan, or no Python code."""
-    top = _module_name(thing).partition(".")[0]
+    module = getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None)
+    top = str(module or "").partition(".")[0]
     return not top or (top in _LIBRARIES and top != "__main__")
 
 

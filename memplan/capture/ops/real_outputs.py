@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -180,13 +181,10 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     rule = _LAYOUTS.get(func)
     if rule is None or all(a.stride() == dense_stride(a.shape) for a in args if isinstance(a, torch.Tensor)):
         return outputs
-    with (
-        private.without_modes()
-    ):  # stand-ins are in float32: fake arithmetic in lower precisions gets layouts wrong too
-        given = (
-            torch.empty_strided(a.shape, a.stride(), device="meta") if isinstance(a, torch.Tensor) else a for a in args
-        )
-        layout = rule(*given)
+    # All are in float32, because fake arithmetic in lower precisions gets layouts wrong too.
+    meta = functools.partial(torch.empty_strided, device="meta")
+    with private.without_modes():
+        layout = rule(*(meta(a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args))
 
     def fixed(result: Any) -> Any:
         return _with_stride(result, layout.stride()) if result is not None and result.shape == layout.shape else result
