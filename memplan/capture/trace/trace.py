@@ -120,8 +120,16 @@ class _StepTrace:
     def made(self) -> RawTrace:
         """The trace."""
         request = self._request
-        symbolic = self._symbolic()
+        symbolic = None
+        if request.varying:
+            moved_to = request.device if request.moves_inputs else None
+            symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
         stand_ins = self._stand_ins(symbolic)
+
+        def watched(*args: Any) -> Any:
+            with watch:
+                return self._step(*args)
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(private.TRACING)
             stack.enter_context(torch.autocast(request.device.type, enabled=False))
@@ -139,24 +147,18 @@ class _StepTrace:
             watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted, symbolic)
             with self._errors_in_words():
                 symbols = None if symbolic is None else symbolic.symbols
-                graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins, symbols=symbols)
+                graph_module = private.trace_with_fakes(watched, *stand_ins, symbols=symbols)
                 if symbols is not None:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
         return self._raw(graph_module, symbolic)
-
-    def _symbolic(self) -> SymbolicInputs | None:
-        request = self._request
-        if not request.varying:
-            return None
-        moved_to = request.device if request.moves_inputs else None
-        return SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
 
     def _stand_ins(
         self, symbolic: SymbolicInputs | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Parameters, buffers and inputs as the trace has them, on the device of the plan."""
-        device, moves = self._request.device, self._request.moves_inputs
-        inputs = [_stand_in(t, device) if moves else t.detach() for t in self._inputs]
+        device, inputs = self._request.device, [t.detach() for t in self._inputs]
+        if self._request.moves_inputs:
+            inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
         state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
         for index, name in enumerate(self._parameters):
             if name in self._request.shapes:
@@ -216,7 +218,8 @@ class _StepTrace:
         for (name, parameter), stand_in in zip(self._parameters.items(), params, strict=True):
             leaf = stand_in.detach().requires_grad_() if parameter.requires_grad else stand_in.detach()
             leaves[name] = private.with_spec(leaf, private.spec_of(parameter))
-            _take_attributes(leaves[name], parameter)
+            if not private.is_ordinary(parameter) and not private.is_sharded(parameter):  # packed weights carry scales
+                vars(leaves[name]).update({k: v for k, v in vars(parameter).items() if k not in vars(leaves[name])})
         given = [
             t.detach().requires_grad_() if real.requires_grad else t
             for t, real in zip(tensors, self._inputs, strict=True)
@@ -382,23 +385,3 @@ def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
     tensors = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
     of_all = Edges(tensors.values())
     return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}
-
-
-def _take_attributes(leaf: torch.Tensor, parameter: nn.Parameter) -> None:
-    """Copy what a parameter of a subclass carries (the scales of packed weights) to its stand-in."""
-    if not private.is_ordinary(parameter) and not private.is_sharded(parameter):
-        vars(leaf).update({key: value for key, value in vars(parameter).items() if key not in vars(leaf)})
-
-
-def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sample's tensor as it will be on the planned device."""
-    tensor = tensor.detach()
-    return tensor if tensor.device.type == device.type else tensor.to(device)
-
-
-def _under(mode: private.TorchDispatchMode, step: Callable[..., Any]) -> Callable[..., Any]:
-    def inner(*args: Any) -> Any:
-        with mode:
-            return step(*args)
-
-    return inner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,11 +102,7 @@ class TraceNotes(Noted):
 
         Its hooks are removed, because they would keep the trace for ever.
         """
-
-        def note(name: str, gradient: torch.Tensor) -> None:
-            self.arrivals.append(name)
-
-        hooks = [leaf.register_hook(functools.partial(note, name)) for name, leaf in leaves.items()]
+        hooks = [leaf.register_hook(lambda _, name=name: self.arrivals.append(name)) for name, leaf in leaves.items()]
         try:
             yield
         finally:
