@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,14 @@ from memplan.capture.key import StepKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
-from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import NO_ISLANDS, Islands, refuse_reads
+from memplan.capture.trace.islands import refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.sums import sums_in_place
-from memplan.capture.trace.trace import TraceRequest, trace_step
+from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
 
 
@@ -97,39 +95,22 @@ class Capture:
             getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions(TraceOptions):
     """What a capture depends on besides the model and the call.
 
     - loss_fn: what is traced in the place of forward: `loss_fn(model, *sample)`.
     - device: the device to plan for; None is the model's.
-    - tangents: the outputs that backward starts from, and the layout of the gradient of each. With None, backward
-      starts from the loss where there is one, else from every output that requires grad.
     - shards: the engine that has sharded the parameters.
-    - backward: the autocast under which backward runs; None: without autocast.
-    - seen: what forward read from tensors when it ran on the sample. The step then has the branches that forward took,
-      and the plan checks them.
-    - varying: sizes of the sample that other calls have others of. The step then serves all for which what it depends
-      on holds, as its `Sizes` say.
-    - counted: masks of dropout are functions of a seed, which fused groups compute.
     - unsteady: values that change from step to step, as `StepKey.other_value` names them. The step must not depend on
       them.
-    - islands: calls that can't be traced, as a run of forward has shown them.
-    - capability: of a CUDA device whose attention and dropout the step has, though on the CPU. It can't run.
     - requiring: positions of arguments that forward lets require grad.
     """
 
     loss_fn: Callable[..., Any] | None = None
     device: torch.device | None = None
-    tangents: Mapping[int, GradientLayout] | None = None
     shards: Shards | None = None
-    backward: Autocast | None = None
-    seen: Sequence[Answer] | None = None
-    varying: Varying = frozenset()
-    counted: bool = False
     unsteady: Collection[str] = ()
-    islands: Islands = NO_ISLANDS
-    capability: Capability | None = None
     requiring: tuple[int, ...] = ()
 
 
@@ -165,7 +146,6 @@ def _capture(
 ) -> Capture:
     """What `capture` gives. made: notes the tensors of its traces."""
     loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands
-    tangents, backward, varying = options.tangents, options.backward, options.varying
     refuse_wrappers(model, islands)
     refuse_subclasses(model, shards)
     planned_device = device or model_device(model)
@@ -182,15 +162,17 @@ def _capture(
     memory, autocast = KeptMemory(), Autocast.ambient(planned_device.type)
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
-            model, call.requiring_grad(options.requiring), run, autocast, planned_device, tangents=tangents,
-            shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
-            seen=options.seen, left=functools.partial(attributes.look, reads), varying=varying, counted=options.counted,
-            made=made, islands=islands, capability=options.capability,
+            model, call.requiring_grad(options.requiring), run, autocast, planned_device,
+            shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory,
+            left=functools.partial(attributes.look, reads), made=made,
+            **{one.name: getattr(options, one.name) for one in dataclasses.fields(TraceOptions)},
         )  # fmt: skip
         raw, settled, counters = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None
-        outside = tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
-        if outside and not varying:
+        outside = options.tangents is None and any(
+            raw.outputs[i].meta["val"].dim() for i in raw.tangents
+        )  # of the loss
+        if outside and not options.varying:
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(_trace_noting_reads(reads, of_sum), of_sum, reads, memory)
         attributes.pass_over(reads, counters)
@@ -207,8 +189,8 @@ def _capture(
     key.guard(traced, raw)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
-        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, backward, answers,
-        tangents=tangents, requiring=options.requiring, islands=raw.told,
+        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options.backward, answers,
+        tangents=options.tangents, requiring=options.requiring, islands=raw.told,
     )  # fmt: skip
 
 

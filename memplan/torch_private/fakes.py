@@ -53,23 +53,17 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
     def fake(mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
         if options["scale_a"] is not None:
             return original(mat_a, mat_b, **options)  # type: ignore[misc]
-        return _grouped_product(mat_a, mat_b, options["offs"], options["out_dtype"])
+        dtype, offsets = options["out_dtype"] or mat_a.dtype, options["offs"]
+        rows, columns = mat_a.shape[-2], mat_b.shape[-1]
+        padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+        if mat_a.dim() != mat_b.dim():
+            return mat_a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+        # Groups are slices of rows, or of the dimension that is summed over.
+        groups = mat_a.shape[0] if mat_a.dim() == 3 or offsets is None else offsets.shape[0]
+        return mat_a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
     with exchanged(_meta_registrations, **({} if original is None else {"_meta_grouped_mm_common": fake})):
         yield
-
-
-def _grouped_product(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """An empty result of a grouped product. Groups are slices of rows, or of the dimension that is summed over."""
-    dtype = dtype or a.dtype
-    rows, columns = a.shape[-2], b.shape[-1]
-    padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
-    if a.dim() != b.dim():
-        return a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
-    groups = a.shape[0] if a.dim() == 3 or offsets is None else offsets.shape[0]
-    return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
 
 _OPS = torch.library.Library("memplan", "DEF")

@@ -100,7 +100,7 @@ def storage_of(node: fx.Node) -> object:
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """Argument nodes that the op writes to."""
     found: list[fx.Node] = []
-    for position, name in _written_arguments(node.target):
+    for position, name in written_arguments(node.target):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
     hidden = op_facts.HIDDEN_WRITES.get(node.target)
@@ -110,7 +110,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 @functools.cache
-def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     """(position, name) of each argument that an op's schema says it writes to."""
     schema = getattr(target, "_schema", None)
     if schema is None:
