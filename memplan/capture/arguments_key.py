@@ -80,11 +80,8 @@ class ArgumentsKey:
 
     def varying(self, call: Call) -> Varying:
         """The sizes in which a call differs from this one; empty where it differs in something else, or in nothing."""
-        if call.spec != self._call.spec or call.paths != self._call.paths or self._others_differ(call) is not None:
+        if self.unlike(call) is not None:
             return frozenset()
-        for tensor, expected in zip(call.tensors, self._tensors, strict=True):
-            if not self._is_like(tensor, expected):
-                return frozenset()
         sources = () if self._sizes is None else self._sizes.sources
         known = {s.varies if isinstance(s, DataSize) else s for s in sources}
         shapes = [expected.shape for expected in self._tensors]

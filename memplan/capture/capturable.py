@@ -36,11 +36,16 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def check_devices(call: Call, device: torch.device, given: bool) -> None:
-    """Refuse tensors of the sample that are on another device than the model.
+    """Refuse tensors of the sample that are on another device than the model, or on the meta device.
 
     A GPU's model may take some from the host (lengths, a number in a tensor) beside those that it takes from the GPU.
     """
-    refuse_without_data(call, device)
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_meta and device.type != "meta":
+            raise ValueError(
+                f"sample {name}, of shape {tuple(tensor.shape)}, is on the meta device and has no data. Give one with "
+                f"data, on {device}"
+            )
     some_there = any(tensor.device.type == device.type for tensor in call.tensors)
     for name, tensor in zip(call.names, call.tensors, strict=True):
         beside = some_there and tensor.device.type == "cpu"
@@ -48,16 +53,6 @@ def check_devices(call: Call, device: torch.device, given: bool) -> None:
             raise ValueError(
                 f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass "
                 f"device={str(device)!r} to plan for that device"
-            )
-
-
-def refuse_without_data(call: Call, device: torch.device) -> None:
-    """Refuse tensors on the meta device where the model is on a real one. device: where they should be."""
-    for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.is_meta and device.type != "meta":
-            raise ValueError(
-                f"sample {name}, of shape {tuple(tensor.shape)}, is on the meta device and has no data. Give one with "
-                f"data, on {device}"
             )
 
 
@@ -96,12 +91,7 @@ def refuse_wrappers(model: nn.Module, islands: Islands = NO_ISLANDS) -> None:
             "without a plan (memplan.remove)"
         )
     kinds = {kind.__name__ for kind in type(model).__mro__}
-    for kind in (
-        "DataParallel",
-        "DistributedDataParallel",
-        "FullyShardedDataParallel",
-        "DeepSpeedEngine",
-    ):
+    for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"):
         if kind in kinds:
             raise UnsupportedModel(
                 f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"

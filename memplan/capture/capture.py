@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,18 +33,15 @@ from memplan.capture.key import StepKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
-from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import NO_ISLANDS, Islands, refuse_reads
+from memplan.capture.trace.islands import refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
-from memplan.capture.trace.sums import with_sums_in_place
-from memplan.capture.trace.trace import TraceRequest, trace_step
+from memplan.capture.trace.sums import sums_in_place
+from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
-from memplan.problem.data import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,39 +95,22 @@ class Capture:
             getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
-@dataclass(frozen=True, slots=True)
-class CaptureOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions(TraceOptions):
     """What a capture depends on besides the model and the call.
 
     - loss_fn: what is traced in the place of forward: `loss_fn(model, *sample)`.
     - device: the device to plan for; None is the model's.
-    - tangents: the outputs that backward starts from, and the layout of the gradient of each. With None, backward
-      starts from the loss where there is one, else from every output that requires grad.
     - shards: the engine that has sharded the parameters.
-    - backward: the autocast under which backward runs; None: without autocast.
-    - seen: what forward read from tensors when it ran on the sample. The step then has the branches that forward took,
-      and the plan checks them.
-    - varying: sizes of the sample that other calls have others of. The step then serves all for which what it depends
-      on holds, as its `Sizes` say.
-    - counted: masks of dropout are functions of a seed, which fused groups compute.
     - unsteady: values that change from step to step, as `StepKey.other_value` names them. The step must not depend on
       them.
-    - islands: calls that can't be traced, as a run of forward has shown them.
-    - capability: of a CUDA device whose attention and dropout the step has, though on the CPU. It can't run.
     - requiring: positions of arguments that forward lets require grad.
     """
 
     loss_fn: Callable[..., Any] | None = None
     device: torch.device | None = None
-    tangents: Mapping[int, GradientLayout] | None = None
     shards: Shards | None = None
-    backward: Autocast | None = None
-    seen: Sequence[Answer] | None = None
-    varying: Varying = frozenset()
-    counted: bool = False
     unsteady: Collection[str] = ()
-    islands: Islands = NO_ISLANDS
-    capability: Capability | None = None
     requiring: tuple[int, ...] = ()
 
 
@@ -151,7 +131,9 @@ def capture(
     ):
         run = contextvars.copy_context().run  # context variables that forward sets stay as they are
         captured = run(_capture, model, forward, sample, options, made)
-        _refuse_unsteady(captured.key, options.unsteady)
+        value = captured.key.depends_on(options.unsteady)
+        if value is not None:
+            raise Refusal(f"forward depends on a value that changes from step to step: {value}", StateChanges(value))
         return captured
 
 
@@ -164,7 +146,6 @@ def _capture(
 ) -> Capture:
     """What `capture` gives. made: notes the tensors of its traces."""
     loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands
-    tangents, backward, varying = options.tangents, options.backward, options.varying
     refuse_wrappers(model, islands)
     refuse_subclasses(model, shards)
     planned_device = device or model_device(model)
@@ -176,19 +157,22 @@ def _capture(
     refuse_odd_arguments(call)
     check_devices(call, planned_device, device is not None)
     refuse_hooks(model, loss_fn is not None, shards, islands)
-    memory, reads, autocast = KeptMemory(), _reads(model, shards, run), Autocast.ambient(planned_device.type)
     ignored = () if shards is None else shards.attributes
+    reads = AttributeReads([owner for _, owner in attribute_owners(model, ignored, run)])
+    memory, autocast = KeptMemory(), Autocast.ambient(planned_device.type)
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
-            model, call.requiring_grad(options.requiring), run, autocast, planned_device, tangents=tangents,
-            shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
-            seen=options.seen, left=functools.partial(attributes.look, reads), varying=varying, counted=options.counted,
-            made=made, islands=islands, capability=options.capability,
+            model, call.requiring_grad(options.requiring), run, autocast, planned_device,
+            shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory,
+            left=functools.partial(attributes.look, reads), made=made,
+            **{one.name: getattr(options, one.name) for one in dataclasses.fields(TraceOptions)},
         )  # fmt: skip
         raw, settled, counters = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None
-        outside = tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
-        if outside and not varying:
+        outside = options.tangents is None and any(
+            raw.outputs[i].meta["val"].dim() for i in raw.tangents
+        )  # of the loss
+        if outside and not options.varying:
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(_trace_noting_reads(reads, of_sum), of_sum, reads, memory)
         attributes.pass_over(reads, counters)
@@ -198,14 +182,15 @@ def _capture(
     refuse_reads(raw.islands.values(), model, reads)
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
-    if traced.decisions:  # where forward takes another branch it has to run again
-        _refuse_writes_to(traced, "input", "constant")
+    for value in traced.graph.values if traced.decisions else ():  # on another branch forward has to run again
+        if value.role in ("input", "constant") and value.reuses is not None:
+            raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
-        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, backward, answers,
-        tangents=tangents, requiring=options.requiring, islands=raw.told,
+        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options.backward, answers,
+        tangents=options.tangents, requiring=options.requiring, islands=raw.told,
     )  # fmt: skip
 
 
@@ -287,18 +272,13 @@ def _lasting_ops(raw: RawTrace) -> list[str]:
 
 
 def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memory: KeptMemory) -> RawTrace:
-    """The trace, with the sums made in place that eager makes in place."""
-
-    def again(in_place: frozenset[int]) -> RawTrace:
+    """The trace, or a new one in which sums that eager makes in place have the strides of their first operands."""
+    known: frozenset[int] = frozenset()
+    while not (found := sums_in_place(raw)) <= known:
+        known |= found
         memory.undo()
-        return _trace_noting_reads(reads, dataclasses.replace(request, in_place=in_place))
-
-    return with_sums_in_place(raw, again)
-
-
-def _reads(model: nn.Module, shards: Shards | None, run: Callable[..., Any]) -> AttributeReads:
-    owners = attribute_owners(model, () if shards is None else shards.attributes, run)
-    return AttributeReads([owner for _, owner in owners])
+        raw = _trace_noting_reads(reads, dataclasses.replace(request, in_place=known))
+    return raw
 
 
 def _trace_noting_reads(reads: AttributeReads, request: TraceRequest) -> RawTrace:
@@ -331,15 +311,3 @@ def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
                 "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer",
                 MakeIslands([around]),
             )
-
-
-def _refuse_unsteady(key: StepKey, unsteady: Collection[str]) -> None:
-    value = key.depends_on(unsteady) if unsteady else None
-    if value is not None:
-        raise Refusal(f"forward depends on a value that changes from step to step: {value}", StateChanges(value))
-
-
-def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
-    for value in traced.graph.values:
-        if value.role in roles and value.reuses is not None:
-            raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")

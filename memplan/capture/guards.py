@@ -8,14 +8,14 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
-from memplan.capture.analysis.traced import Resident, Traced
+from memplan.capture.analysis.traced import Guard, Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
 from memplan.capture.ops.sizes import (
     FROM_DATA,
@@ -181,14 +181,13 @@ class Guards:
         found, varying = self.reads(call, buffer), set[Dimension]()
         if isinstance(found, OtherRead):
             return frozenset({FROM_DATA} if found.of_shape else ())
-        for place, (guard, value) in enumerate(zip(self._guards, found, strict=True)):
-            then = guard.value
-            if isinstance(then, tuple):
-                varying |= set() if _fits(value, then) else {FROM_DATA}
-            elif then is not None and value != then:
-                if type(value) is not int:
-                    return frozenset()
+        for place, guard, value in self._differing(found):
+            if isinstance(guard.value, tuple):
+                varying.add(FROM_DATA)
+            elif type(value) is int:
                 varying.add(number_read(place))
+            else:
+                return frozenset()
         return frozenset(varying)
 
     def changed(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> OtherRead | None:
@@ -196,21 +195,24 @@ class Guards:
         found = self.reads(call, buffer)
         if isinstance(found, OtherRead):
             return found
-        for guard, value in zip(self._guards, found, strict=True):
-            then = guard.value
-            if isinstance(then, tuple):
-                if not _fits(value, then):
-                    why = f"a result has the shape {value}, planned for {then} ({guard.where})"
-                    return OtherRead(line_of_place(guard.where), why, True)
-            elif then is not None and value != then:
-                why = f"forward reads {value!r} from the data, planned for {then!r} ({guard.where})"
-                return OtherRead(line_of_place(guard.where), why, False)
+        for _, guard, value in self._differing(found):
+            why = f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
+            of_shape = isinstance(guard.value, tuple)
+            if of_shape:
+                why = f"a result has the shape {value}, planned for {guard.value} ({guard.where})"
+            return OtherRead(line_of_place(guard.where), why, of_shape)
         return None
 
-
-def _fits(shape: Sequence[int], then: Sequence[int | None]) -> bool:
-    """Whether a shape is the captured one, in which None stands for any size."""
-    return len(shape) == len(then) and all(m in (None, n) for n, m in zip(shape, then, strict=True))
+    def _differing(self, found: Sequence[Any]) -> Iterator[tuple[int, Guard, Any]]:
+        """(place, guard, value) of what is not as it was captured. None stands for any number, or any size."""
+        for place, (guard, value) in enumerate(zip(self._guards, found, strict=True)):
+            then = guard.value
+            if isinstance(then, tuple):
+                same = len(value) == len(then) and all(m in (None, n) for n, m in zip(value, then, strict=True))
+            else:
+                same = then is None or value == then
+            if not same:
+                yield place, guard, value
 
 
 class _Number(nn.Module):

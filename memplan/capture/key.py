@@ -17,13 +17,12 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.arguments_key import ArgumentsKey, _same, _stride, _Tensor
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.snapshot import Snapshot
-from memplan.capture.attributes.tables import attribute_tables
+from memplan.capture.attributes.tables import ABSENT, attribute_tables
 from memplan.capture.guards import Guards, OtherRead
 from memplan.capture.ops.sizes import FROM_DATA, DataSize, Numbers, Sizes, Varying, symbols_in
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import AttributeRead, Autocast, RawTrace, line_of_place
-from memplan.capture.trace.stand_ins import ABSENT
 
 
 class ModesKey:
@@ -90,7 +89,9 @@ class StepKey:
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
         self.tables = attribute_tables(model, ignored, self._run)
         self._attributes = dict(self.tables)
-        self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
+        self._homes = tuple(
+            (name, home, len(home)) for name, m in self._modules for home in (m._parameters, m._buffers)
+        )
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._seen_ids: list[int] = []
         self._alike: Callable[..., bool] | None = None
@@ -292,9 +293,6 @@ class StepKey:
             if value != read.value:
                 text = f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
                 return OtherRead(line_of_place(read.where), text, of_shape=False)
-        return self._other_read(call)
-
-    def _other_read(self, call: Call) -> OtherRead | None:
         return None if self._guards is None else self._guards.changed(call, self._model.get_buffer)
 
 
@@ -321,10 +319,6 @@ def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, A
                 origin = (home, leaf) if tensor is None else first.setdefault(id(tensor), (home, leaf))
                 found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
     return found
-
-
-def _homes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, home) for name, m in model.named_modules() for home in (m._parameters, m._buffers)]
 
 
 def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:

@@ -90,13 +90,9 @@ class GroupCompiler:
         for key, program in missing.items():
             if key not in self._failed:
                 try:
-                    self._kernels[key] = _loaded(key, program)
+                    # Quick where a record and the code are on disk.
+                    call, over = program.writing(read_record(key)).compiled()
+                    write_record(key, over)
+                    self._kernels[key] = FusedKernel(key, call), over
                 except Exception as error:
                     self._failed[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def _loaded(key: str, program: GroupProgram) -> tuple[FusedKernel, dict[int, int]]:
-    """The kernel of a program, and what it writes over what. Quick where a record and the code are on disk."""
-    call, over = program.writing(read_record(key)).compiled()
-    write_record(key, over)
-    return FusedKernel(key, call), over

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from memplan.fusion.groups import FusedGroup, Unit, kept_outside
+from memplan.fusion.groups import FusedGroup, Unit, kept_outside, phase_of_unit
 from memplan.fusion.step_graph import StepGraph, bases_read, bytes_of_node, node_kind, place_of_node
-from memplan.problem.data import Phase
 
 _LEAST_BYTES = 4096  # of what is worth it
 
@@ -29,9 +28,7 @@ class _Donor:
         self._kept = kept_outside(step)
         self._reads = [set(bases_read(step.externs[u])) if isinstance(u, int) else set(u.inputs) for u in units]
         self._makes = [set(step.externs[u].users) if isinstance(u, int) else set(u.outputs) for u in units]
-        self._phases: list[Phase] = [
-            place_of_node(step.externs[u]).phase if isinstance(u, int) else u.phase for u in units
-        ]
+        self._phases = [phase_of_unit(step, unit) for unit in units]
         self._last = {base: position for position, reads in enumerate(self._reads) for base in reads}
         self._readers = Counter(base for reads in self._reads for base in reads)
         self._tensors_of_value = Counter(value for value, _ in step.home.values())

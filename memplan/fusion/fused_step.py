@@ -13,9 +13,9 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, Made, Traced
 from memplan.capture.ops.layout import device_bytes_of, tensor_text
 from memplan.fusion.compile_groups import FusedKernel
-from memplan.fusion.groups import FusedGroup, Unit
+from memplan.fusion.groups import FusedGroup, Unit, phase_of_unit
 from memplan.fusion.step_graph import StepGraph, place_of_node
-from memplan.problem.data import FUSED, Effect, Graph, Op, Phase, Value
+from memplan.problem.data import FUSED, Effect, Graph, Op, Value
 
 
 def fused_step(step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKernel | None]) -> Traced:
@@ -26,7 +26,9 @@ def fused_step(step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKe
 class _Writer:
     def __init__(self, step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKernel | None]) -> None:
         self._step, self._old = step, step.traced
-        self._units = sorted(zip(units, kernels, strict=True), key=lambda pair: self._phase(pair[0]) == "backward")
+        self._units = sorted(
+            zip(units, kernels, strict=True), key=lambda pair: phase_of_unit(step, pair[0]) == "backward"
+        )
         self._number: dict[int | fx.Node, int] = {}  # old value, or node that stands for none -> new value
         self._values: list[Value] = []
         self._roots: dict[int, tuple[fx.Node, ...]] = {}
@@ -57,9 +59,6 @@ class _Writer:
             gradients=tuple(dataclasses.replace(g, value=number(g.value)) for g in old.gradients),
             tangent_nodes={number(value): node for value, node in old.tangent_nodes.items()},
         )
-
-    def _phase(self, unit: Unit) -> Phase:
-        return self._old.graph.ops[unit].phase if isinstance(unit, int) else unit.phase
 
     # -- values -----------------------------------------------------------------------------------------------------
 

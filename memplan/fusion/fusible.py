@@ -49,14 +49,10 @@ def _is_fusible(traced: Traced, index: int) -> bool:
     if any(len(traced.roots[v]) != 1 for v in op.outputs):
         return False
     results = [root.meta["val"] for v in op.outputs for root in traced.roots[v]]
-    if not all(isinstance(t, torch.Tensor) and _fills_its_storage(t) for t in results):
+    if not all(isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() == t.nbytes for t in results):
         return False
     read = [t for node in kernel.reads for t in tensors_of(node.meta["val"])]
     return not any(t.is_complex() for t in (*read, *results))
-
-
-def _fills_its_storage(tensor: torch.Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
 def _writes_a_whole_value(traced: Traced, index: int) -> bool:

@@ -17,7 +17,7 @@ import memplan
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.fusion.groups import FusedGroup
-from memplan.fusion.slots import filled, with_slots
+from memplan.fusion.step_graph import filled, with_slots
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -55,7 +55,8 @@ class GroupProgram:
             if node not in slots:  # its views come with it
                 arguments = with_slots((node.args, node.kwargs), slot)
                 slots[node] = len(slots)
-                steps.append((_name_of(node.target), arguments))
+                # Ops themselves can't be pickled.
+                steps.append(("getitem" if node.target is operator.getitem else str(node.target), arguments))
             return slots[node]
 
         for node in group.nodes:
@@ -150,11 +151,6 @@ def _card(device: torch.device) -> tuple[Any, ...]:
     if device.type != "cuda":
         return ()
     return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-
-
-def _name_of(target: Any) -> str:
-    """The name of a primitive, for ops themselves can't be pickled."""
-    return "getitem" if target is operator.getitem else str(target)
 
 
 def _function_of(name: str) -> Any:

@@ -50,6 +50,10 @@ class FusedGroup:
 Unit = FusedGroup | int  # a group, or an op of the trace that is not fused
 
 
+def phase_of_unit(step: StepGraph, unit: Unit) -> Phase:
+    return step.traced.graph.ops[unit].phase if isinstance(unit, int) else unit.phase
+
+
 def grouped_units(step: StepGraph) -> list[Unit]:
     """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
     return _Grouper(step).units()
@@ -77,8 +81,12 @@ class _Grouper:
                 self._place(node)
 
     def units(self) -> list[Unit]:
+        turn = {group: self._turn(members) for group, members in self._members.items()}
+        graph = nx.DiGraph()
+        graph.add_nodes_from(self._members)
+        graph.add_edges_from((group, after) for group in self._members for after in self._successors[group])
         found: list[Unit] = []
-        for index in self._in_order():
+        for index in nx.lexicographical_topological_sort(graph, key=lambda group: (turn[group], group)):
             members = self._members[index]
             if node_kind(members[0]) == "extern":
                 found.append(place_of_node(members[0]).op)
@@ -178,16 +186,6 @@ class _Grouper:
                 seen.add(group)
                 stack.extend(self._successors[group])
         return False
-
-    # -- order ------------------------------------------------------------------------------------------------------
-
-    def _in_order(self) -> Iterable[int]:
-        turn = {group: self._turn(members) for group, members in self._members.items()}
-        graph = nx.DiGraph()
-        graph.add_nodes_from(self._members)
-        graph.add_edges_from((group, after) for group in self._members for after in self._successors[group])
-        found: Iterable[int] = nx.lexicographical_topological_sort(graph, key=lambda group: (turn[group], group))
-        return found
 
     def _turn(self, members: list[fx.Node]) -> int:
         """When a group runs: as the first op of which something leaves it."""

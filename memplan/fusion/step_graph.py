@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.analysis.traced import Kernel, Traced
+from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
-from memplan.fusion.slots import filled, with_slots
 from memplan.problem.data import Phase
+from memplan.torch_private import pytree
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -76,6 +76,29 @@ def readers_of(base: fx.Node) -> Iterator[fx.Node]:
             stack.extend(user.users)
         else:
             yield user
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """Stands for a tensor: its position among those that are given."""
+
+    index: int
+
+
+def with_slots(arguments: Any, position: Callable[[fx.Node], int]) -> Any:
+    """Arguments with slots in place of nodes, so that they can be compared, and given to other processes."""
+    return fx.map_arg(arguments, lambda node: TensorSlot(position(node)))  # type: ignore[arg-type, return-value]
+
+
+def filled(arguments: Any, given: Sequence[torch.Tensor]) -> Any:
+    """Arguments with tensors in their slots."""
+
+    def real(thing: Any) -> Any:
+        if isinstance(thing, TensorSlot):
+            return given[thing.index]
+        return thing.build() if isinstance(thing, MetaTensor) else thing
+
+    return pytree.tree_map(real, arguments)
 
 
 def opaque_call(*args: Any) -> Any:
@@ -173,16 +196,7 @@ class StepGraph:
         """Add an op, decomposed. Gives whether it can be."""
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         target, in_place = functional_target(kernel)
-
-        def argument(thing: Any) -> Any:
-            if isinstance(thing, fx.Node):
-                return self.look(thing, kernel.reads[thing])
-            if isinstance(thing, (list, tuple)):
-                return type(thing)(argument(part) for part in thing)
-            return thing
-
-        args = tuple(argument(a) for a in kernel.args)
-        kwargs = {name: argument(thing) for name, thing in kernel.kwargs.items()}
+        args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda node: self.look(node, kernel.reads[node]))
         copied = target is aten.copy.default and _lie_alike(args[0], args[1])
         results = [args[1]] if copied else self._expanded(target, args, kwargs)
         if results is None:

@@ -16,8 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -123,15 +122,11 @@ def serve() -> None:
         answers.flush()
 
     say(_READY)
-    for key, program in _programs(sys.stdin.buffer):
-        try:
-            write_record(key, program.compiled()[1])
-            say("")
-        except Exception as error:
-            say(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-
-
-def _programs(stream: BinaryIO) -> Iterator[tuple[str, GroupProgram]]:
     with contextlib.suppress(EOFError):
         while True:
-            yield pickle.load(stream)
+            key, program = pickle.load(sys.stdin.buffer)
+            try:
+                write_record(key, program.compiled()[1])
+                say("")
+            except Exception as error:
+                say(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from types import TracebackType
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch.autograd import function as functions
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+
+from memplan.torch_private.exchanged import exchanged
 
 
 def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
@@ -93,14 +95,8 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
         original = super(home, function).apply if before is None else before.__get__(None, function)
         return apply(function, args, original) if threading.get_ident() == thread else original(*args)
 
-    home.apply = classmethod(instead)  # type: ignore[attr-defined]
-    try:
+    with exchanged(home, apply=classmethod(instead)):
         yield
-    finally:
-        if before is None:
-            del home.apply  # type: ignore[attr-defined]
-        else:
-            home.apply = before  # type: ignore[attr-defined]
 
 
 def function_that_failed(error: BaseException) -> Any:
@@ -108,18 +104,14 @@ def function_that_failed(error: BaseException) -> Any:
 
     Of a forward, only where it was applied within `functions_applied_by`.
     """
-    codes = {functions.BackwardCFunction.apply.__code__: "self"}
-    if hasattr(functions.BackwardCFunction, "apply_boxed"):
-        codes[functions.BackwardCFunction.apply_boxed.__code__] = "self"
+    home = functions.BackwardCFunction
+    codes = [getattr(home, name).__code__ for name in ("apply", "apply_boxed") if hasattr(home, name)]
     cause: BaseException | None = error
     while cause is not None:
-        trace: TracebackType | None = cause.__traceback__
-        while trace is not None:
-            frame = trace.tb_frame
+        for frame, _ in walk_tb(cause.__traceback__):
             if frame.f_code in codes:
-                return frame.f_locals[codes[frame.f_code]]._forward_cls
+                return frame.f_locals["self"]._forward_cls
             if frame.f_code.co_name == "instead" and frame.f_code.co_filename == __file__:
                 return frame.f_locals["function"]
-            trace = trace.tb_next
         cause = cause.__cause__ or cause.__context__
     return None

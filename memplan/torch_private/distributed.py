@@ -6,11 +6,13 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
+
+from memplan.torch_private.exchanged import exchanged
 
 
 def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
@@ -34,9 +36,7 @@ def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Ite
     most = timedelta(seconds=seconds)
     c10d = torch.distributed.distributed_c10d
     backends = [backend for group in c10d._world.pg_map if group is not but for backend in _backends_of(group)]
-    before: list[tuple[Callable[[timedelta], None], timedelta]] = []
-    for backend in backends:
-        before.append((backend._set_default_timeout, backend.options._timeout))
+    before = [(backend._set_default_timeout, backend.options._timeout) for backend in backends]
     store: Any = c10d._get_default_store()
     before.append((store.set_timeout, store.timeout))
     kind: Any = torch.distributed.ProcessGroup
@@ -59,8 +59,7 @@ def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Ite
 @contextlib.contextmanager
 def _refused_here(place: Any, name: str) -> Iterator[None]:
     """A context in which a function of a module or a class raises RuntimeError when this thread calls it."""
-    thread, original = threading.get_ident(), vars(place)[name]  # as it stands there: it binds itself to groups
-    call = getattr(place, name)
+    thread, call = threading.get_ident(), getattr(place, name)
 
     @functools.wraps(call)
     def refused(*args: Any, **kwargs: Any) -> Any:
@@ -68,11 +67,8 @@ def _refused_here(place: Any, name: str) -> Iterator[None]:
             raise RuntimeError(f"{name} may wait without a timeout of ours")
         return call(*args, **kwargs)
 
-    setattr(place, name, refused)
-    try:
+    with exchanged(place, **{name: refused}):
         yield
-    finally:
-        setattr(place, name, original)
 
 
 def is_timeout(error: RuntimeError) -> bool:

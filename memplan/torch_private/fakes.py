@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import _foreach_supported_types as _STEPPED_AT_ONCE
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.tensors import is_ordinary
 
 _OF_EVERY_FAKE = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
@@ -52,29 +53,17 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
     def fake(mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
         if options["scale_a"] is not None:
             return original(mat_a, mat_b, **options)  # type: ignore[misc]
-        return _grouped_product(mat_a, mat_b, options["offs"], options["out_dtype"])
+        dtype, offsets = options["out_dtype"] or mat_a.dtype, options["offs"]
+        rows, columns = mat_a.shape[-2], mat_b.shape[-1]
+        padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+        if mat_a.dim() != mat_b.dim():
+            return mat_a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+        # Groups are slices of rows, or of the dimension that is summed over.
+        groups = mat_a.shape[0] if mat_a.dim() == 3 or offsets is None else offsets.shape[0]
+        return mat_a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
-    if original is None:
+    with exchanged(_meta_registrations, **({} if original is None else {"_meta_grouped_mm_common": fake})):
         yield
-        return
-    _meta_registrations._meta_grouped_mm_common = fake  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        _meta_registrations._meta_grouped_mm_common = original
-
-
-def _grouped_product(
-    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype | None
-) -> torch.Tensor:
-    """An empty result of a grouped product. Groups are slices of rows, or of the dimension that is summed over."""
-    dtype = dtype or a.dtype
-    rows, columns = a.shape[-2], b.shape[-1]
-    padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
-    if a.dim() != b.dim():
-        return a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
-    groups = a.shape[0] if a.dim() == 3 or offsets is None else offsets.shape[0]
-    return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
 
 _OPS = torch.library.Library("memplan", "DEF")
@@ -96,12 +85,6 @@ def _sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: in
     indices, weights = target.new_empty(target.numel()), weight.new_empty(target.numel())
     chosen = torch.masked_select(target, target != ignore_index, out=indices[:0])
     return torch.gather(weight, 0, chosen, out=weights[:0]).sum()
-
-
-for _key in ("CPU", "CUDA"):
-    _OPS.impl("sum_of_weights", _sum_of_weights, _key)
-
-_OPS.impl("sum_of_weights", lambda weight, target, ignore_index: weight.new_empty(()), "Meta")
 
 
 _OPS.define(
@@ -142,8 +125,10 @@ def _ctc_shapes(
 
 
 for _key in ("CPU", "CUDA"):
+    _OPS.impl("sum_of_weights", _sum_of_weights, _key)
     _OPS.impl("ctc_loss", _ctc_loss, _key)
 
+_OPS.impl("sum_of_weights", lambda weight, target, ignore_index: weight.new_empty(()), "Meta")
 _OPS.impl("ctc_loss", _ctc_shapes, "Meta")
 
 

@@ -226,10 +226,6 @@ class FsdpUnit:
             self.let_go()
         return self._state._cast_output_dtype(output)
 
-    def begin_trace(self) -> None:
-        """Gather by ops from now on."""
-        self.tracing, self._trace = True, None
-
     def let_go(self) -> None:
         """Put the sharded parameters back, which a pass that is over, or has failed, has exchanged."""
         for table, key, sharded, whole in self._sharded:
@@ -293,7 +289,7 @@ def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
     """A context in which these units gather by ops that a trace records."""
     before = [unit.tracing for unit in units]
     for unit in units:
-        unit.begin_trace()
+        unit.tracing, unit._trace = True, None
     try:
         yield
     finally:

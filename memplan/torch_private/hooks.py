@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.fakes import FakeTensor
 
 _INSTEAD, _ABSENT = "_compiled_call_impl", object()
@@ -111,14 +112,9 @@ def on_traced(
 ) -> Iterator[None]:
     """A context in which fake tensors have other methods, and other setters of properties, than torch.Tensor."""
     getters = {name: getattr(torch.Tensor, name).__get__ for name in setters}
-    exchanged = {**methods, **{name: property(getters[name], setter) for name, setter in setters.items()}}
-    for name, value in exchanged.items():
-        setattr(FakeTensor, name, value)
-    try:
+    properties = {name: property(getters[name], setter) for name, setter in setters.items()}
+    with exchanged(FakeTensor, **methods, **properties):
         yield
-    finally:
-        for name in exchanged:
-            delattr(FakeTensor, name)
 
 
 _TRANSPARENT = ("torch.utils.checkpoint", "memplan.")  # a plan may run within a checkpoint, or while it is rehearsed

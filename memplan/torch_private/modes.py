@@ -63,9 +63,11 @@ class InPlaceOf:
             yield
 
 
-def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """A context in which ops take their arguments as they are, on any device."""
-    return torch._C._DisableAutocast()
+# A context in which ops take their arguments as they are, on any device.
+without_autocast = torch._C._DisableAutocast
+
+# A context in which ops on the meta device are not part of the trace.
+without_modes = torch._C._DisableTorchDispatch
 
 
 def function_modes() -> tuple[str, ...]:
@@ -168,8 +170,3 @@ class RealOps(TorchDispatchMode):
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)  # and no ops of PyTorch
-
-
-def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """A context in which ops on the meta device are not part of the trace."""
-    return torch._C._DisableTorchDispatch()

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 from memplan.torch_private.autograd import functions_applied_by
+from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.hooks import without_saved_tensor_hooks
 
 _CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
@@ -38,8 +39,6 @@ def everything_saved() -> Iterator[SwitchedOff]:
     from torch._dynamo import eval_frame  # which takes a second
 
     off = SwitchedOff()
-    autograd: Any = torch._C._autograd
-    was_pushed, was_popped = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
     was_called = eval_frame._callback_from_stance
 
     def push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
@@ -62,12 +61,6 @@ def everything_saved() -> Iterator[SwitchedOff]:
 
     with without_saved_tensor_hooks() as count, torch.compiler.set_stance("force_eager"), functions_applied_by(apply):
         off.counts[_HOOKS] += count
-        autograd._push_saved_tensors_default_hooks = push
-        autograd._pop_saved_tensors_default_hooks = lambda: None
-        eval_frame._callback_from_stance = call
-        try:
+        hooks = {"_push_saved_tensors_default_hooks": push, "_pop_saved_tensors_default_hooks": lambda: None}
+        with exchanged(torch._C._autograd, **hooks), exchanged(eval_frame, _callback_from_stance=call):
             yield off
-        finally:
-            autograd._push_saved_tensors_default_hooks = was_pushed
-            autograd._pop_saved_tensors_default_hooks = was_popped
-            eval_frame._callback_from_stance = was_called

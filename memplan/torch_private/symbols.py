@@ -28,6 +28,7 @@ from torch.utils._sympy import functions
 from torch.utils._sympy.printers import PythonPrinter
 
 from memplan.errors import UnsupportedModel
+from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.fakes import FakeTensor, FakeTensorMode
 from memplan.torch_private.tensors import suggest_memory_format
 
@@ -115,16 +116,17 @@ class Symbols:
         """A size as text; a number where it does not vary."""
         if not isinstance(size, torch.SymInt):
             return int(size)
-        return self._text_of(self._env.replace(size.node._expr))
-
-    def _text_of(self, expression: sympy.Expr) -> str | int:
+        expression = self._env.replace(size.node._expr)
         if expression.is_number:
             return int(expression)
         if expression not in self._text:
-            _refuse_reordered(expression)
-            names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
-            self._text[expression] = str(PythonPrinter().doprint(expression.xreplace(names)))
+            self._text[expression] = self._printed(expression)
         return self._text[expression]
+
+    def _printed(self, expression: sympy.Basic) -> str:
+        _refuse_reordered(expression)
+        names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
+        return str(PythonPrinter().doprint(expression.xreplace(names)))
 
     def conditions(self) -> tuple[str, ...]:
         """All that has to hold of the symbols so that the trace is what it would be with them as numbers.
@@ -133,16 +135,13 @@ class Symbols:
         """
         if any(self._env.deferred_runtime_asserts.values()):
             raise FixedSize("a condition on sizes is left to the time when the step runs")
-        names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
         found = []
         for index, symbol in enumerate(self._symbols):
             bounds = self._env.var_to_range[symbol]
             found.append(f"s[{index}] >= {int(bounds.lower)}")
             if isinstance(bounds.upper, sympy.Integer):
                 found.append(f"s[{index}] <= {int(bounds.upper)}")
-        for guard in self._env.guards:
-            _refuse_reordered(guard.expr)
-        found += [str(PythonPrinter().doprint(guard.expr.xreplace(names))) for guard in self._env.guards]
+        found += [self._printed(guard.expr) for guard in self._env.guards]
         return tuple(dict.fromkeys(found))
 
 
@@ -274,22 +273,18 @@ def _sizes_left_open() -> Iterator[None]:
     known = fake_impls.op_implementations_dict
     with _ONE_AT_A_TIME:
         kernels = {op: known.get(op) for op in _OPEN}
-        functions = {name: getattr(builtins, name) for name in _OPEN_BUILTINS}
-        is_number = sympy.Expr.is_number
+        is_number = property(functools.lru_cache(1 << 16)(sympy.Expr.is_number.fget))
         known.update(_OPEN)
-        vars(builtins).update(_OPEN_BUILTINS)
-        sympy.Expr.is_number = property(functools.lru_cache(1 << 16)(is_number.fget))
         for kind, plain in _PLAIN.items():
             _own_attributes(kind)["__class__"] = property(functools.partial(_class_of_symbol, plain))
             kind.__doc__ = kind.__doc__  # lets Python forget what it has looked up
         try:
-            yield
+            with exchanged(builtins, range=_Range, len=_length), exchanged(sympy.Expr, is_number=is_number):
+                yield
         finally:
             for kind in _PLAIN:
                 del _own_attributes(kind)["__class__"]
                 kind.__doc__ = kind.__doc__
-            sympy.Expr.is_number = is_number
-            vars(builtins).update(functions)
             for op, kernel in kernels.items():
                 if kernel is None:
                     del known[op]
@@ -415,4 +410,3 @@ _OPEN: dict[Any, Callable[..., Any]] = {
     aten.upsample_bicubic2d_backward.default: _small_again(False),
     aten._upsample_bicubic2d_aa_backward.default: _small_again(False),
 }
-_OPEN_BUILTINS: dict[str, Any] = {"range": _Range, "len": _length}

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
-    PythonKeyTracer,
     _ProxyTensor,
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -38,6 +37,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
 from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic
 
@@ -86,25 +86,13 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | No
     # In other modes make_fx makes fakes of fakes, with symbols of its own.
     mode: Literal["fake", "real"] = "fake" if symbols is None else "real"
     around = contextlib.nullcontext() if symbols is None else symbols.tracing()
-    with _grouped_products_of_any_dtype(), _without_code(), _errors_unlogged(), around:
+    with (
+        _grouped_products_of_any_dtype(),
+        _use_lazy_graph_module(True),  # makes no Python code for the graph, which is read and never run
+        exchanged(fake_tensor.log, disabled=True),  # a fake kernel that fails raises, and whoever traces has words
+        around,
+    ):
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
-
-
-@contextlib.contextmanager
-def _without_code() -> Iterator[None]:
-    """A context in which no Python code is made for the graph of a trace, which is read and never run."""
-    with _use_lazy_graph_module(True):
-        yield
-
-
-@contextlib.contextmanager
-def _errors_unlogged() -> Iterator[None]:
-    """A context in which PyTorch logs no fake kernel that fails: it raises, and whoever traces has words for that."""
-    was_disabled, fake_tensor.log.disabled = fake_tensor.log.disabled, True
-    try:
-        yield
-    finally:
-        fake_tensor.log.disabled = was_disabled
 
 
 def someone_traces() -> bool:
@@ -139,17 +127,14 @@ def runs_compiled(module: nn.Module) -> bool:
     return own_forward is not None or vars(module).get("_compiled_call_impl") is not None
 
 
-def _modules(model: object) -> Iterator[nn.Module]:
-    return model.modules() if isinstance(model, nn.Module) else iter(())
-
-
 @contextlib.contextmanager
 def compiled_aside(model: nn.Module) -> Iterator[nn.Module]:
     """A context with the module beneath a compiled model, in which all its modules run as they are.
 
     A model that is not compiled stays itself. What forward calls beside modules stays compiled.
     """
-    tables = [(module, vars(module), dict(vars(module))) for module in _modules(model) if is_compiled(module)]
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    tables = [(module, vars(module), dict(vars(module))) for module in modules if is_compiled(module)]
     for module, table, _ in tables:
         table.pop("_compiled_call_impl", None)
         inner = beneath_compiled(module)
@@ -173,18 +158,21 @@ def is_call_of_compiled_code(error: BaseException) -> bool:
 
 def tracer_graph() -> torch.fx.Graph:
     """The graph of the trace in progress."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no trace in progress"
-    graph = mode.tracer.graph
+    graph = _tracer().graph
     assert isinstance(graph, torch.fx.Graph)
     return graph
 
 
-def tracer_node(tensor: torch.Tensor) -> torch.fx.Node | None:
-    """The node that made `tensor` in the trace in progress; None for a tensor from outside."""
+def _tracer() -> Any:
+    """The tracer of the trace in progress."""
     mode = get_proxy_mode()
     assert mode is not None, "no trace in progress"
-    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return mode.tracer
+
+
+def tracer_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that made `tensor` in the trace in progress; None for a tensor from outside."""
+    slot = get_proxy_slot(tensor, _tracer(), None)
     return None if slot is None else slot.proxy.node
 
 
@@ -192,9 +180,7 @@ class Recording:
     """The trace in progress, to write to it what `make_fx` would write."""
 
     def __init__(self) -> None:
-        mode = get_proxy_mode()
-        assert mode is not None, "no trace in progress"
-        self._tracer = mode.tracer
+        self._tracer = _tracer()
         self._fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
         self._varies = isinstance(self._fake_mode.shape_env, SymbolEnv)
         self._fake_mode.cache_enabled = False  # whoever remembers ops himself asks for each of them once
@@ -235,7 +221,7 @@ class Recording:
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
         """A new node, under the name that `make_fx` would give it."""
-        graph = self._tracer.graph
+        graph: torch.fx.Graph = self._tracer.graph
         named = func.overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else func.__name__
         return graph.create_node("call_function", func, args, kwargs, name=graph._target_to_str(named))
 
@@ -256,17 +242,11 @@ def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 def tracer_constants() -> Any:
     """The object whose attributes are the constants of the trace in progress."""
-    mode = get_proxy_mode()
-    assert mode is not None, "no trace in progress"
-    assert isinstance(mode.tracer, PythonKeyTracer)
-    return mode.tracer.root
+    return _tracer().root
 
 
-@contextlib.contextmanager
-def outside_of_tracing() -> Iterator[None]:
-    """A context in which real ops run in the middle of a trace: no proxy, fake or other dispatch mode sees them."""
-    with _disable_current_modes():
-        yield
+# A context in which real ops run in the middle of a trace: no proxy, fake or other dispatch mode sees them.
+outside_of_tracing = _disable_current_modes
 
 
 def with_layout(
@@ -316,13 +296,7 @@ def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
 @contextlib.contextmanager
 def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
     """A context that calls `refuse` where traced code seeds the default generators or sets their state."""
-    homes = [
-        (module, name)
-        for module in (torch, torch.random, torch.cuda, torch.cuda.random)
-        for name in ("manual_seed", "seed", "set_rng_state", "manual_seed_all", "seed_all", "set_rng_state_all")
-        if hasattr(module, name)
-    ]
-    originals = [getattr(module, name) for module, name in homes]
+    names = ("manual_seed", "seed", "set_rng_state", "manual_seed_all", "seed_all", "set_rng_state_all")
     trace = get_proxy_mode()
 
     def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -332,13 +306,11 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
 
         return call
 
-    for (module, name), original in zip(homes, originals, strict=True):
-        setattr(module, name, guarded(original))
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in (torch, torch.random, torch.cuda, torch.cuda.random):
+            guards = {name: guarded(getattr(module, name)) for name in names if hasattr(module, name)}
+            stack.enter_context(exchanged(module, **guards))
         yield
-    finally:
-        for (module, name), original in zip(homes, originals, strict=True):
-            setattr(module, name, original)
 
 
 @contextlib.contextmanager
@@ -357,11 +329,8 @@ def numbers_read_by_tensor() -> Iterator[None]:
         read = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return original(pytree.tree_unflatten(read, spec), *args, **kwargs)  # type: ignore[arg-type]
 
-    torch.tensor = tensor
-    try:
+    with exchanged(torch, tensor=tensor):
         yield
-    finally:
-        torch.tensor = original
 
 
 @contextlib.contextmanager
@@ -383,11 +352,8 @@ def higher_order_ops_refused(refuse: Callable[[str], None]) -> Iterator[None]:
             refuse(name)
         return original(*args, **kwargs)
 
-    torch.compile = call
-    try:
+    with exchanged(torch, compile=call):
         yield
-    finally:
-        torch.compile = original
 
 
 _TORCH = str(Path(torch.__file__).parent)

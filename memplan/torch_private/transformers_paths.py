@@ -7,6 +7,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from memplan.torch_private.exchanged import exchanged
+
 
 @contextlib.contextmanager
 def not_tracing_for_transformers() -> Iterator[None]:
@@ -21,13 +23,8 @@ def not_tracing_for_transformers() -> Iterator[None]:
         yield
         return
     owner = threading.get_ident()
-    module.is_fake_tensor = (  # type: ignore[union-attr]
-        lambda tensor: original(tensor) if threading.get_ident() != owner else False
-    )
-    try:
+    with exchanged(module, is_fake_tensor=lambda tensor: original(tensor) if threading.get_ident() != owner else False):
         yield
-    finally:
-        module.is_fake_tensor = original  # type: ignore[union-attr]
 
 
 def collects_outputs() -> bool:

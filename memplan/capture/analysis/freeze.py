@@ -37,7 +37,8 @@ def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
 
 def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Traced:
     """The captured step, with those values that are used, in the order of the trace."""
-    guards = _guards(raw)
+    dataflow = Dataflow(raw.module.graph)
+    guards = tuple(Guard(tuple(dataflow.behind(r.node)), r.node, r.value, r.where) for r in raw.scalar_reads)
     used = sorted(_used_values(draft, outputs, guards))
     number = {old: new for new, old in enumerate(used)}
     roots = {number[v]: tuple(dict.fromkeys(draft.values[v].roots)) for v in used}
@@ -73,11 +74,6 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
         inner=raw.inner,
         device=draft.device,
     )
-
-
-def _guards(raw: RawTrace) -> tuple[Guard, ...]:
-    dataflow = Dataflow(raw.module.graph)
-    return tuple(Guard(tuple(dataflow.behind(r.node)), r.node, r.value, r.where) for r in raw.scalar_reads)
 
 
 def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence[Guard]) -> set[int]:

@@ -83,19 +83,15 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
         raise private.FixedSize(f"a condition on sizes can't be evaluated: {error}") from None
     if not holds:
         raise private.FixedSize("a condition on sizes does not hold for the sizes that it comes from")
-    return _with_numbers(traced, sizes, sizes.here)
+    return at_sizes(dataclasses.replace(traced, sizes=sizes), sizes.here)
 
 
 def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
     """The step of a call whose sizes are these numbers, which must keep the step's conditions."""
-    assert traced.sizes is not None
-    return _with_numbers(traced, traced.sizes, numbers)
-
-
-def _with_numbers(traced: Traced, sizes: Sizes, numbers: Numbers) -> Traced:
-    value = Evaluation(expressions_in([*sizes.nodes.values(), *sizes.results.values(), *sizes.kernels.values()])).at(
-        numbers
-    )
+    sizes = traced.sizes
+    assert sizes is not None
+    varying = [*sizes.nodes.values(), *sizes.results.values(), *sizes.kernels.values()]
+    value = Evaluation(expressions_in(varying)).at(numbers)
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}
     by_name: dict[str, fx.Node] = {}
@@ -105,7 +101,7 @@ def _with_numbers(traced: Traced, sizes: Sizes, numbers: Numbers) -> Traced:
         new[node] = by_name[node.name] = copied
         if node.name in sizes.nodes:
             call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), value)
-            copied.args, copied.kwargs = _renamed(call, by_name)
+            copied.args, copied.kwargs = fx.map_arg(call, lambda n: by_name[n.name])
         copied.meta = dict(node.meta)
         if node.name in sizes.results:
             found = [
@@ -116,7 +112,7 @@ def _with_numbers(traced: Traced, sizes: Sizes, numbers: Numbers) -> Traced:
             copied.meta["val"] = type(several)(found) if isinstance(several, (list, tuple)) else found[0]
     kernels = [_kernel(kernel, new) for kernel in traced.kernels]
     for index, call in sizes.kernels.items():
-        args, kwargs = _renamed(put((call.args, call.kwargs), value), by_name)
+        args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
         kernels[index] = dataclasses.replace(kernels[index], args=args, kwargs=kwargs, repeat_args=args)
     value_bytes = sizes.bytes_of(sizes.values, numbers)
     roots = {v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()}
@@ -164,20 +160,15 @@ def _layout(
 def _kernel(kernel: Kernel, new: Mapping[fx.Node, fx.Node]) -> Kernel:
     """The kernel of a copied graph."""
     args, kwargs, again = fx.map_arg((kernel.args, kernel.kwargs, kernel.repeat_args), new.__getitem__)
-    return Kernel(
+    return dataclasses.replace(
+        kernel,
         node=new[kernel.node],
-        target=kernel.target,
         args=args,
         kwargs=kwargs,
         reads={new[n]: v for n, v in kernel.reads.items()},
         made=tuple(Made(new[m.node], m.index, m.value) for m in kernel.made),
         repeat_args=again,
     )
-
-
-def _renamed(call: Any, by_name: Mapping[str, fx.Node]) -> Any:
-    """Arguments with the nodes of another copy of the graph, by name."""
-    return fx.map_arg(call, lambda node: by_name[node.name])
 
 
 def _each(things: Any, change: Callable[[Any], Any]) -> Any:

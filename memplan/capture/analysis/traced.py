@@ -12,7 +12,7 @@ from torch import fx
 from memplan.capture.ops.sizes import Sizes
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.raw_trace import Decision
-from memplan.problem.data import Graph
+from memplan.problem.data import Graph, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Resident:
     kind: "parameter" or "buffer" (looked up by name), "input" (by position), or "constant" (by name in `constants`).
     """
 
-    kind: str
+    kind: Role
     name: str
     position: int = -1
 

@@ -61,11 +61,13 @@ class _StepBuilder:
         output_values: list[int] = []
         for node in self.raw.module.graph.nodes:
             if node.op == "placeholder":
-                self._add_resident(node, placeholders[node])
+                source = self.draft.residents[node] = placeholders[node]
+                self._add_root_or_storage(node, node.meta["val"], source.kind, source.name)
             elif node.op == "get_attr" and node not in self.draft.residents:
                 self._add_constant(node)
             elif node in tangents:
-                self._add_tangent(node, tangents[node])
+                index, name = tangents[node], f"tangent of {self._output_name(tangents[node])}"
+                self.draft.tangent_values[index] = self.draft.new_storage(node, node.meta["val"], "tangent", name)
             elif node.op == "call_function":
                 self._add_node(node, phase)
             if node is self.raw.boundary:
@@ -115,12 +117,6 @@ class _StepBuilder:
         sources += [Resident("input", n, i) for i, n in enumerate(self.input_names)]
         return dict(zip(nodes, sources, strict=True))
 
-    def _add_resident(self, node: fx.Node, source: Resident) -> None:
-        tensor = node.meta["val"]
-        self.draft.residents[node] = source
-        role: Role = "parameter" if source.kind == "parameter" else "buffer" if source.kind == "buffer" else "input"
-        self._add_root_or_storage(node, tensor, role, source.name)
-
     def _add_constant(self, node: fx.Node) -> None:
         name = str(node.target)
         tensor = getattr(self.raw.module, name)
@@ -149,10 +145,6 @@ class _StepBuilder:
         else:
             self.draft.new_storage(node, tensor, role, name)
 
-    def _add_tangent(self, node: fx.Node, output: int) -> None:
-        name = f"tangent of {self._output_name(output)}"
-        self.draft.tangent_values[output] = self.draft.new_storage(node, node.meta["val"], "tangent", name)
-
     # -- views ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, node: fx.Node, message: str) -> Refusal:
@@ -178,7 +170,9 @@ class _StepBuilder:
         }
         arguments = self._looked_at(node, tensors) or arguments
         if not writes and all(storage_key(t) in arguments for t in tensors):
-            self._add_view(node, arguments, tensors)
+            if len(arguments) > 1 or len(node.all_input_nodes) > 1:
+                raise self._refusal(node, f"{node.target} returns views of several tensors at once")
+            self.draft.parents[node] = arguments[storage_key(tensors[0])]
             return
         self._add_op(node, phase, writes)
 
@@ -190,11 +184,6 @@ class _StepBuilder:
         for tensor in tensors:
             self.draft.storages.setdefault(storage_key(tensor), self.draft.storage(constants[0]))
         return {storage_key(tensor): constants[0] for tensor in tensors}
-
-    def _add_view(self, node: fx.Node, arguments: dict[int, fx.Node], tensors: Sequence[torch.Tensor]) -> None:
-        if len(arguments) > 1 or len(node.all_input_nodes) > 1:
-            raise self._refusal(node, f"{node.target} returns views of several tensors at once")
-        self.draft.parents[node] = arguments[storage_key(tensors[0])]
 
     def _add_getitem(self, node: fx.Node) -> None:
         source, index = node.args
@@ -235,9 +224,11 @@ class _StepBuilder:
             )
         island = kernel_of(node.target, str(node.args[0]), self.raw.islands) if node.args else None
         target, args, kwargs = self._simplified(node) if island is None else (island, node.args[1:], node.kwargs)
+        given: list[fx.Node] = []
+        fx.map_arg((args, kwargs), given.append)
         op = DraftOp(
             node=node, target=target, args=args, kwargs=kwargs, phase=phase,
-            reads={argument: self.draft.present(argument) for argument in _nodes_in((args, kwargs))},
+            reads={n: self.draft.present(n) for n in given if isinstance(n.meta.get("val"), torch.Tensor)},
             made=[], outputs=[], effects=[],
             random=op_facts.draws_random_numbers(target, args, kwargs) if island is None else island.is_random,
             recomputable=not op_facts.is_uneven_exchange(target, args)
@@ -333,16 +324,3 @@ def _plain_factory(node: fx.Node, kwargs: dict[str, Any]) -> CallParts | None:
     if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
         return aten.ones.default, (size,), options
     return None
-
-
-def _nodes_in(arguments: Any) -> list[fx.Node]:
-    """The tensor nodes in an argument list, each once."""
-    found: dict[fx.Node, None] = {}
-
-    def note(node: fx.Node) -> fx.Node:
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            found[node] = None
-        return node
-
-    fx.map_arg(arguments, note)
-    return list(found)

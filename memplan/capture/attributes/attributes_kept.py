@@ -119,32 +119,28 @@ class AttributesKept:
     ) -> None:
         """Note what is there. ignored, run, given: as for `attribute_owners`."""
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run, given)]
+        self._by_name: dict[str, Any] = {name: table for name, table, _ in self._tables}
         self._of_tensors = [(vars(p), dict(vars(p))) for p in model.parameters()]
         kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind.__module__ != "builtins"}
         self._classes = [(kind, dict(vars(kind))) for kind in kinds if not kind.__module__.startswith("torch.")]
         self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
-        self._members = [
-            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
-            for name, m in model.named_modules()
-            for kind in _MEMBERS
-        ]
-        self._hooks = [
-            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
-            for name, m in model.named_modules()
-            for kind in ("_forward_hooks", "_forward_pre_hooks")
-        ]
+
+        def tables_of(*kinds: str) -> list[tuple[str, str, dict[Any, Any], dict[Any, Any]]]:
+            modules = model.named_modules()
+            return [(name, kind, getattr(m, kind), dict(getattr(m, kind))) for name, m in modules for kind in kinds]
+
+        self._members, self._hooks = tables_of(*_MEMBERS), tables_of("_forward_hooks", "_forward_pre_hooks")
         self.added_hooks: tuple[AddedHook, ...] = ()
         self.set_anew: tuple[SetValue, ...] = ()
         self._counted: Callable[[], bool] = bool
         self.counted_in_forward = False  # all that `counting` was told of, when forward ended
-        generators = {
+        self._generators = {
             id(leaf): (name, leaf, _drawn_from(leaf))
             for name, _, before in self._tables
             for value in before.values()
             for leaf in leaves_of(value, DEEPEST)
             if isinstance(leaf, GENERATORS)
         }
-        self._generators = [*generators.values()]
         self._containers = {
             id(c): (path, c, copied(c))
             for name, table, _ in self._tables
@@ -184,15 +180,13 @@ class AttributesKept:
 
     def spoil(self, thing: Any) -> None:
         """Put a thing into attributes that each run sets anew. Another trace shows whether they are read."""
-        tables = {name: table for name, table, _ in self._tables}
         for found in self.set_anew:
-            tables[found.owner][found.key] = thing  # type: ignore[index]
+            self._by_name[found.owner][found.key] = thing
 
     def pass_over(self, reads: AttributeReads, counters: Sequence[SetValue]) -> None:
         """Let plans not depend on what the attributes in `set_anew`, and counters, hold before a run."""
-        tables = {name: table for name, table, _ in self._tables}
         for found in (*self.set_anew, *counters):
-            reads.pass_over(tables[found.owner], found.key)
+            reads.pass_over(self._by_name[found.owner], found.key)
 
     @contextlib.contextmanager
     def counting(self, counters: Sequence[SetValue]) -> Iterator[Callable[[], bool]]:
@@ -202,7 +196,7 @@ class AttributesKept:
 
         Gives a function that tells, once the trace is over, whether forward has added just that, and backward nothing.
         """
-        tables: dict[str, Any] = {name: table for name, table, _ in self._tables}
+        tables = self._by_name
         numbers = [tables[owner][key] for owner, key, _ in counters]
         reads = [list[str]() for _ in counters]
         for (owner, key, _), heard in zip(counters, reads, strict=True):
@@ -265,7 +259,7 @@ class AttributesKept:
                     "Where only the first forward does so, run it before memplan.apply",
                     StateChanges("", at_first=True) if filled else None,
                 )
-        for name, generator, state in self._generators:
+        for name, generator, state in self._generators.values():
             if _drawn_from(generator) != state:
                 return Refusal(
                     f"forward draws from a {type(generator).__name__} of its own; a planned step would take the same "
@@ -341,7 +335,7 @@ class AttributesKept:
                 for key, value in before.items():
                     if table.get(key, ABSENT) is not value:
                         table[key] = value
-        for _, generator, state in self._generators:
+        for _, generator, state in self._generators.values():
             _put_back(generator, state)
         for table, before in self._of_tensors:
             if table != before:

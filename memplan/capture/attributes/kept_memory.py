@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.ops.dataflow import written_arguments
 from memplan.capture.ops.layout import storage_key
 
 
@@ -49,13 +50,11 @@ class KeptMemory:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an op's schema says it writes to. A higher-order op has none: the ops that it runs write."""
-    schema = None if isinstance(func, private.HigherOrderOperator) else func._schema
-    for index, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                if isinstance(tensor, torch.Tensor) and has_memory(tensor):
-                    yield tensor
+    for position, name in () if isinstance(func, private.HigherOrderOperator) else written_arguments(func):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in given if isinstance(given, (list, tuple)) else [given]:
+            if isinstance(tensor, torch.Tensor) and has_memory(tensor):
+                yield tensor
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

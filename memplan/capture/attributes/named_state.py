@@ -31,7 +31,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FrameType,
     FunctionType,
@@ -45,8 +44,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from memplan.capture.attributes.code_facts import CodeFacts, NameChain, facts_of_code
-from memplan.capture.attributes.named_table import NamedTable
+from memplan.capture.attributes.code_facts import NameChain, facts_of_code
+from memplan.capture.attributes.named_table import NamedTable, content_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -201,7 +200,13 @@ class NamedState:
         facts = facts_of_code(function.__code__)
         self._others |= facts.others
         self.sets |= facts.sets
-        self._follow_own(function, facts)
+        for home in tuple(self._homes.get(function.__code__, ())):  # what a method names by `self` or `cls`
+            if home not in self._of_model:
+                self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
+            for other in dict.fromkeys((*self._below[home], *home.__mro__)):
+                if other in self._classes:
+                    for name in facts.own & vars(other).keys():
+                        self._reach(vars(other)[name])
         defaults = dict(
             zip(
                 reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
@@ -217,11 +222,15 @@ class NamedState:
             )  # fmt: skip
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells.pop("__class__", None)
-        if cells:
-            self._name_cells(function, cells)
+        for name in cells:
+            self._name(
+                tuple(map(id, cells.values())), f"closure of {function.__qualname__}",
+                lambda names: NamedTable.of_cells({n: cells[n] for n in names}), owned, name,
+            )  # fmt: skip
+            self._reach_code(content_of(cells[name]))
         for name, *attributes in facts.closure:
             if name in cells:
-                self._name_value(_content(cells[name]), attributes)
+                self._name_value(content_of(cells[name]), attributes)
         for chain in facts.globals:
             if chain[0] in function.__globals__ or chain[0] in facts.stored:  # else it is a builtin
                 self._name_global(function.__globals__, chain)
@@ -230,16 +239,6 @@ class NamedState:
             if module is not None and not is_library_code(module):
                 for name in names or facts.others & vars(module).keys():
                     self._name_global(vars(module), (name,))
-
-    def _follow_own(self, function: FunctionType, facts: CodeFacts) -> None:
-        """Follow methods and class attributes that a method names by its first argument, `self` or `cls`."""
-        for home in tuple(self._homes.get(function.__code__, ())):
-            if home not in self._of_model:
-                self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
-            for other in dict.fromkeys((*self._below[home], *home.__mro__)):
-                if other in self._classes:
-                    for name in facts.own & vars(other).keys():
-                        self._reach(vars(other)[name])
 
     # -- what it names ----------------------------------------------------------------------------------------------
 
@@ -262,15 +261,6 @@ class NamedState:
             owned = _is_own(type(value)) or isinstance(value, _CONTAINERS)
             self._name((id(key), title), title, table, owned, name, held=True)
             self._reach_code(value)
-
-    def _name_cells(self, function: FunctionType, cells: dict[str, CellType]) -> None:
-        owned = not _is_installed(function.__module__)
-        for name in cells:
-            self._name(
-                tuple(map(id, cells.values())), f"closure of {function.__qualname__}",
-                lambda names: NamedTable.of_cells({n: cells[n] for n in names}), owned, name,
-            )  # fmt: skip
-            self._reach_code(_content(cells[name]))
 
     def _name_attributes(self, kind: type, names: Collection[str]) -> None:
         for name in set(names) - vars(torch.autograd.Function).keys():
@@ -381,20 +371,10 @@ def _function(value: Any) -> Any:
     return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
 
 
-def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _module_name(thing: Any) -> str:
-    return str(getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None) or "")
-
-
 def is_library_code(thing: Any) -> bool:
     """Whether code is of PyTorch, the standard library or memplan, or no Python code."""
-    top = _module_name(thing).partition(".")[0]
+    module = getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None)
+    top = str(module or "").partition(".")[0]
     return not top or (top in _LIBRARIES and top != "__main__")
 
 

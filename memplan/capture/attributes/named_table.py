@@ -74,10 +74,7 @@ class NamedTable(MutableMapping[str, Any]):
         """Closure variables of a function."""
 
         def get(name: str, default: Any = None) -> Any:
-            try:
-                return cells[name].cell_contents
-            except ValueError:  # not assigned yet
-                return default
+            return content_of(cells[name], default)
 
         def put(name: str, value: Any) -> None:
             cells[name].cell_contents = value
@@ -94,6 +91,14 @@ class NamedTable(MutableMapping[str, Any]):
             ["value"], lambda _, default=None: variable.get(default), lambda _, value: variable.set(value),
             lambda _: variable.set(None),
         )  # fmt: skip
+
+
+def content_of(cell: CellType, default: Any = None) -> Any:
+    """The value of a closure variable; `default` where it is not assigned yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return default
 
 
 def slots_of(value: Any) -> tuple[str, ...]:

@@ -38,7 +38,13 @@ class Dataflow:
 
         among: the only nodes that are looked at; None: all.
         """
-        self._look_at_new_nodes()
+        new = itertools.takewhile(lambda node: node is not self._latest, reversed(self._graph.nodes))
+        for later in reversed(list(new)):
+            self._positions[later] = len(self._positions)
+            if later.op == "call_function":
+                for memory in {storage_of(written) for written in written_nodes(later)}:
+                    self._writers[memory].append(later)
+            self._latest = later
         waiting: list[tuple[int, fx.Node]] = []  # a heap, the latest node first
         storages: set[object] = set()
         seen: set[fx.Node] = set()
@@ -61,15 +67,6 @@ class Dataflow:
             for argument in latest.all_input_nodes:
                 need(argument, -position)
         return found[::-1]
-
-    def _look_at_new_nodes(self) -> None:
-        new = itertools.takewhile(lambda node: node is not self._latest, reversed(self._graph.nodes))
-        for node in reversed(list(new)):
-            self._positions[node] = len(self._positions)
-            if node.op == "call_function":
-                for storage in {storage_of(written) for written in written_nodes(node)}:
-                    self._writers[storage].append(node)
-            self._latest = node
 
 
 def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
@@ -103,7 +100,7 @@ def storage_of(node: fx.Node) -> object:
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """Argument nodes that the op writes to."""
     found: list[fx.Node] = []
-    for position, name in _written_arguments(node.target):
+    for position, name in written_arguments(node.target):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
     hidden = op_facts.HIDDEN_WRITES.get(node.target)
@@ -113,7 +110,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 @functools.cache
-def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     """(position, name) of each argument that an op's schema says it writes to."""
     schema = getattr(target, "_schema", None)
     if schema is None:

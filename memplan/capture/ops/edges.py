@@ -7,7 +7,7 @@ gradients for one tensor are added in that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,13 @@ class Edges:
 
     def __init__(self, starts: Iterable[torch.Tensor]) -> None:
         self._into: dict[Edge, list[Edge]] = {}
-        pending = [get_gradient_edge(t).node for t in starts if t.requires_grad]
-        seen = set(pending)
-        while pending:
-            node = pending.pop()
+        nodes = list(nodes_behind(get_gradient_edge(t).node for t in starts if t.requires_grad))
+        for node in nodes:
             for index, (target, number) in enumerate(node.next_functions):
-                if target is None:
-                    continue
-                self._into.setdefault((target, number), []).append((node, index))
-                if target not in seen:
-                    seen.add(target)
-                    pending.append(target)
-        self.functions: list[Any] = [node for node in seen if hasattr(type(node), "_forward_cls")]
-        self.leaves = {node for node in seen if not node.next_functions}
+                if target is not None:
+                    self._into.setdefault((target, number), []).append((node, index))
+        self.functions: list[Any] = [node for node in nodes if hasattr(type(node), "_forward_cls")]
+        self.leaves = {node for node in nodes if not node.next_functions}
 
     def to(self, tensor: torch.Tensor) -> list[Edge]:
         """(node, which of its gradients) for each gradient that is added up for `tensor`, in that order."""
@@ -58,6 +52,19 @@ class Edges:
         for node, indices in by_node.items():
             node.register_hook(_diversion(indices, found))
         return found
+
+
+def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
+    """The nodes of an autograd graph from some nodes on, each once."""
+    pending = list(dict.fromkeys(starts))
+    seen = set(pending)
+    while pending:
+        node = pending.pop()
+        yield node
+        for target, _ in node.next_functions:
+            if target is not None and target not in seen:
+                seen.add(target)
+                pending.append(target)
 
 
 def _diversion(indices: Sequence[int], found: list[torch.Tensor]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 
 from memplan.capture.ops.island import Island
 from memplan.capture.ops.island_call import IslandCost
-from memplan.capture.ops.places import Layout
 from memplan.capture.ops.recorded_graph import graph_of
 
 _LIBRARY = torch.library.Library("memplan", "FRAGMENT")
@@ -32,24 +32,15 @@ def as_ops() -> Iterator[dict[str, Island]]:
         _TRACED.clear()
 
 
-def _fake_forward(name: str, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
+def _fake_results(which: str, name: str, *arguments: Any) -> list[torch.Tensor]:
+    """Results of an op, and its last 8 bytes. which: of the facts of the island."""
     island = _TRACED[name]
-    assert island.forward_facts is not None
-    return [*_empty(island, island.forward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
+    layouts = getattr(island, which).results
+    return [*(layout.empty(island.device) for layout in layouts), torch.empty((), dtype=torch.int64, device="cpu")]
 
 
-def _fake_backward(name: str, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    island = _TRACED[name]
-    assert island.backward_facts is not None
-    return [*_empty(island, island.backward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
-
-
-def _empty(island: Island, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    return [layout.empty(island.device) for layout in layouts]
-
-
-torch.library.register_fake("memplan::island", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("memplan::island_backward", _fake_backward, lib=_LIBRARY)
+for _op, _which in (("island", "forward_facts"), ("island_backward", "backward_facts")):
+    torch.library.register_fake(f"memplan::{_op}", functools.partial(_fake_results, _which), lib=_LIBRARY)
 
 
 @dataclass(frozen=True)

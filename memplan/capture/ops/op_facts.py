@@ -52,12 +52,10 @@ VIEWS = frozenset(
     )
 )  # fmt: skip
 
-_DROPOUT_P_ARGUMENT = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
-    "aten::_scaled_dot_product_flash_attention": "dropout_p",
-    "aten::_scaled_dot_product_efficient_attention": "dropout_p",
-    "aten::_scaled_dot_product_cudnn_attention": "dropout_p",
-}
+_WITH_DROPOUT_P = frozenset({
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+})  # fmt: skip
 
 
 # Ops whose kernels on CUDA add in the order in which threads arrive, and the argument that says so where one does.
@@ -107,8 +105,7 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return not is_of_pytorch(target)
     if target in _SEEDED_BEFORE:
         return False
-    name = _DROPOUT_P_ARGUMENT.get(target._schema.name)
-    return name is None or bool(_argument(target, name, args, kwargs))
+    return target._schema.name not in _WITH_DROPOUT_P or bool(_argument(target, "dropout_p", args, kwargs))
 
 
 def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
@@ -118,14 +115,13 @@ def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     """
     if not isinstance(target, OpOverload):
         return False
+    tensor = result[0] if isinstance(result, (tuple, list)) and result else result
     if target._schema.name in _CHOOSES_AMONG_EQUALS:
-        chosen = result[0] if isinstance(result, (tuple, list)) else result
-        return chosen.device.type == "cuda" and not kwargs.get("stable")
+        return tensor.device.type == "cuda" and not kwargs.get("stable")
     if target._schema.name not in _ADDS_IN_ANY_ORDER:
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
-    tensor = result[0] if isinstance(result, (tuple, list)) else result
     if tensor.device.type != "cuda" or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     name = _ADDS_IN_ANY_ORDER[target._schema.name]

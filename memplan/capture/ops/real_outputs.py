@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -180,8 +181,10 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     rule = _LAYOUTS.get(func)
     if rule is None or all(a.stride() == dense_stride(a.shape) for a in args if isinstance(a, torch.Tensor)):
         return outputs
+    # All are in float32, because fake arithmetic in lower precisions gets layouts wrong too.
+    meta = functools.partial(torch.empty_strided, device="meta")
     with private.without_modes():
-        layout = rule(*(_on_meta(a) if isinstance(a, torch.Tensor) else a for a in args))
+        layout = rule(*(meta(a.shape, a.stride()) if isinstance(a, torch.Tensor) else a for a in args))
 
     def fixed(result: Any) -> Any:
         return _with_stride(result, layout.stride()) if result is not None and result.shape == layout.shape else result
@@ -191,11 +194,3 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
 
 def _with_stride(result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return result if result.stride() == stride else private.with_layout(result, stride=stride)
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A stand-in of the same layout.
-
-    It is in float32, because fake arithmetic in lower precisions gets layouts wrong too.
-    """
-    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from memplan.capture.ops.edges import nodes_behind
 from memplan.capture.ops.places import Place
 from memplan.capture.ops.saver import Saver
 from memplan.capture.ops.sizes import Numbers
@@ -76,10 +77,7 @@ def graph_of(ticket: torch.Tensor) -> RecordedGraph:
 
 def take_attributes(graph: RecordedGraph, saver: Saver) -> None:
     """Take tensors out of the contexts of functions, and add them to what was saved. Raises a Refusal."""
-    pending = [edge.node for edge in graph.ends if edge is not None]
-    seen: set[Any] = set(pending)
-    while pending:
-        node = pending.pop()
+    for node in nodes_behind(edge.node for edge in graph.ends if edge is not None):
         if hasattr(type(node), "_forward_cls"):
             for name, value in vars(node).items():
                 if isinstance(value, torch.Tensor):
@@ -88,9 +86,5 @@ def take_attributes(graph: RecordedGraph, saver: Saver) -> None:
                     raise Refusal(
                         f"{type(node).__name__} keeps tensors in a tuple, ctx.{name}; hand them to save_for_backward"
                     )
-        for target, _ in node.next_functions:
-            if target is not None and target not in seen:
-                seen.add(target)
-                pending.append(target)
     for node, name, _ in graph.attributes:
         setattr(node, name, None)

@@ -116,9 +116,19 @@ def _exchanged_ops() -> private.InPlaceOf:
             "matmul": _matmul,
             "linear": _linear,
             "cross_entropy_loss": _cross_entropy,
-            "linalg_eigvals": _eigvals,
-            "linalg_eigvalsh": _eigvalsh,
-            "linalg_svdvals": _svdvals,
+            "linalg_eigvals": functools.partial(
+                _values_alone, aten.linalg_eigvals.default, aten._linalg_eigvals.default
+            ),
+            "linalg_eigvalsh": functools.partial(
+                _values_alone,
+                aten.linalg_eigvalsh.default,
+                lambda a, UPLO="L": aten._linalg_eigh.default(a, UPLO, False)[0],
+            ),
+            "linalg_svdvals": functools.partial(
+                _values_alone,
+                aten.linalg_svdvals.default,
+                lambda a, driver=None: aten._linalg_svd.default(a, False, False, driver=driver)[1],
+            ),
             "max": _Differentiated(aten.max.default, "Max", ("self", "result"), _evenly_distributed),
             "min": _Differentiated(aten.min.default, "Min", ("self", "result"), _evenly_distributed),
             "median": _Differentiated(aten.median.default, "Median", ("self", "result"), _evenly_distributed),
@@ -244,30 +254,12 @@ def _smoothed_mean(
     return result
 
 
-def _eigvals(a: torch.Tensor) -> torch.Tensor:
-    if _differentiable(a):
-        return aten.linalg_eigvals.default(a)  # type: ignore[no-any-return]
-    (a,) = _in_the_dtype_of_autocast("linalg_eigvals", a)
-    return aten._linalg_eigvals.default(a)  # type: ignore[no-any-return]
-
-
-def _eigvalsh(a: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
-    if _differentiable(a):
-        return aten.linalg_eigvalsh.default(a, UPLO)  # type: ignore[no-any-return]
-    (a,) = _in_the_dtype_of_autocast("linalg_eigvalsh", a)
-    return aten._linalg_eigh.default(a, UPLO, False)[0]  # type: ignore[no-any-return]
-
-
-def _svdvals(a: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
-    if _differentiable(a):
-        return aten.linalg_svdvals.default(a, driver=driver)  # type: ignore[no-any-return]
-    (a,) = _in_the_dtype_of_autocast("linalg_svdvals", a)
-    return aten._linalg_svd.default(a, False, False, driver=driver)[1]  # type: ignore[no-any-return]
-
-
-def _differentiable(tensor: torch.Tensor) -> bool:
-    """Whether eager also computes the vectors, with another algorithm."""
-    return (torch.is_grad_enabled() and tensor.requires_grad) or private.is_transformed(tensor)
+def _values_alone(op: Any, alone: Callable[..., Any], a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Eigenvalues or singular values. Where they are differentiated, eager also computes the vectors, by another op."""
+    if (torch.is_grad_enabled() and a.requires_grad) or private.is_transformed(a):
+        return op(a, *args, **kwargs)
+    (a,) = _in_the_dtype_of_autocast(op._schema.name.removeprefix("aten::"), a)
+    return alone(a, *args, **kwargs)
 
 
 def _in_the_dtype_of_autocast(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

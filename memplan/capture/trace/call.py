@@ -9,13 +9,14 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_table import content_of
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.sizes import Expression, Numbers
 from memplan.errors import NothingToTrain
@@ -99,14 +100,9 @@ class CallReader:
         self._named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        if self._positional_only:
-            variadic, arguments = tuple(args), dict(kwargs)
-        else:
-            named = len(self._positional)
-            if len(args) > named:  # *args of the function: positions must stay positions
-                variadic, arguments = tuple(args), dict(kwargs)
-            else:
-                variadic, arguments = (), {**dict(zip(self._positional, args, strict=False)), **kwargs}
+        variadic, arguments = tuple(args), dict(kwargs)
+        if not (self._positional_only or len(args) > len(self._positional)):  # those of *args must stay positions
+            variadic, arguments = (), {**dict(zip(self._positional, args, strict=False)), **kwargs}
         # Of arguments that the function names the order is of no concern; of those in **kwargs it is.
         first = {k: arguments[k] for k in sorted(arguments.keys() & self._named)}
         arguments = {**first, **{k: v for k, v in arguments.items() if k not in first}}
@@ -315,7 +311,7 @@ def _children(thing: Any) -> tuple[list[Any], bool]:
     if isinstance(thing, (list, tuple, set, frozenset, deque)):
         return list(thing), True
     if isinstance(thing, FunctionType):
-        return [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)], False
+        return [c for cell in thing.__closure__ or () if (c := content_of(cell)) is not None], False
     if isinstance(thing, MethodType):
         return [thing.__self__], True
     if isinstance(thing, functools.partial):
@@ -324,13 +320,6 @@ def _children(thing: Any) -> tuple[list[Any], bool]:
         slots = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
         return [*getattr(thing, "__dict__", {}).values(), *slots], True
     return gc.get_referents(thing), False
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 # -- which outputs backward starts from, where that is not said -------------------------------------------------------

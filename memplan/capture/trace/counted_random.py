@@ -29,20 +29,14 @@ class CountedRandom:
     def instead(self, func: Any, args: tuple[Any, ...]) -> Any:
         """The results of a random op, from a seed. None for an op that draws from the generator, or is not random."""
         if func is aten.native_dropout.default and False not in args[2:]:
-            return self._dropped(*args[:2])
+            tensor, p = args[:2]
+            kept = self._run(aten.ge.Scalar, self._uniform(tensor), p)
+            scaled = self._run(aten.mul.Tensor, tensor, 0.0 if p == 1 else 1 / (1 - p))
+            return self._run(aten.mul.Tensor, scaled, kept), kept
         if func is aten.bernoulli_.float:
-            return self._drawn(*args)
+            tensor, p = (*args, 0.5)[:2]
+            return self._run(aten.copy_.default, tensor, self._run(aten.lt.Scalar, self._uniform(tensor), p))
         return None
-
-    def _dropped(self, tensor: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = self._run(aten.ge.Scalar, self._uniform(tensor), p)
-        scaled = self._run(aten.mul.Tensor, tensor, 0.0 if p == 1 else 1 / (1 - p))
-        return self._run(aten.mul.Tensor, scaled, kept), kept
-
-    def _drawn(self, tensor: torch.Tensor, p: float = 0.5) -> torch.Tensor:
-        ones = self._run(aten.lt.Scalar, self._uniform(tensor), p)
-        drawn: torch.Tensor = self._run(aten.copy_.default, tensor, ones)
-        return drawn
 
     def _uniform(self, tensor: torch.Tensor) -> torch.Tensor:
         """Numbers in [0, 1), float32, in the shape of a tensor."""

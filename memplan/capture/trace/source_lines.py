@@ -44,10 +44,8 @@ def caller_line() -> str:
 
 def caller_frame() -> FrameType | None:
     """The innermost frame outside of torch and memplan; None where there is none."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return frame
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)), None)
 
 
 def stack_depth() -> int:
@@ -66,22 +64,13 @@ def lines_within(depth: int) -> tuple[tuple[str, int], ...]:
 
 def in_python_backward() -> bool:
     """Whether the backward of a user's own autograd function is being executed."""
-    for name, _ in _frames():
-        if name == _FUNCTIONS:
-            return True
-        if name == _ENGINE:
-            break
-    return False
+    of_autograd = (name for name, _ in _frames() if name in (_FUNCTIONS, _ENGINE))
+    return next(of_autograd, None) == _FUNCTIONS
 
 
 def _frames() -> list[tuple[str, int]]:
     """(file, line) of each call, the innermost first."""
-    found = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return found
+    return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(2))]
 
 
 def _frame_name(frame: traceback.FrameSummary) -> str:

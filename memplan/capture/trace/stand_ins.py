@@ -22,13 +22,12 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
-from memplan.capture.attributes.tables import is_plain
+from memplan.capture.attributes.tables import ABSENT, is_plain
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import LetRequireGrad, Refusal
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
-ABSENT = object()  # in place of the value of an attribute that a tensor does not have
 _READ_NOTHING = ("torch", "deepspeed", "memplan")  # packages in which such an attribute does not change what ops run
 
 

@@ -7,25 +7,11 @@ element, and later kernels use those to see whether channels come last. The step
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import fx
 
 from memplan.capture.ops.layout import is_dense, storage_key
 from memplan.capture.trace.raw_trace import RawTrace
-
-
-def with_sums_in_place(raw: RawTrace, again: Callable[[frozenset[int]], RawTrace]) -> RawTrace:
-    """The trace, or a new one in which these sums have the strides of their first operands.
-
-    again: traces with the numbers of such sums.
-    """
-    known: frozenset[int] = frozenset()
-    while not (found := _in_place(raw)) <= known:
-        known |= found
-        raw = again(known)
-    return raw
 
 
 def is_odd(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> bool:
@@ -38,7 +24,7 @@ def is_odd(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> bo
     )
 
 
-def _in_place(raw: RawTrace) -> frozenset[int]:
+def sums_in_place(raw: RawTrace) -> frozenset[int]:
     """Numbers of the odd sums whose first operand nothing else holds."""
     if not raw.odd_sums:
         return frozenset()

@@ -8,7 +8,7 @@ modes, which make PyTorch's C++ take other paths in places. `branches` has eager
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -42,29 +42,47 @@ from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceOptions:
+    """What a trace depends on besides the model and the call, and is the same in all traces of a capture.
+
+    - tangents: the outputs that backward starts from, and the layout of the gradient that arrives for each. With None,
+      backward starts from the loss where there is one, else from every output that requires grad.
+    - backward: the autocast under which backward runs; None: without autocast.
+    - seen: what forward read from tensors when it ran on this call, in order. The step then has the branches that
+      forward took, and the plan checks them.
+    - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then. The
+      step serves all calls for which what it depends on holds, as its `Sizes` say.
+    - counted: masks of dropout are functions of a seed, which fused groups compute.
+    - islands: calls that are ops of their own, because they can't be traced, as a run of forward has shown them.
+    - capability: of a CUDA device whose attention and dropout are traced, though on the CPU. Such a step can't run.
+      None: those of the device are.
+    """
+
+    tangents: Mapping[int, GradientLayout] | None = None
+    backward: Autocast | None = None
+    seen: Sequence[Answer] | None = None
+    varying: Varying = frozenset()
+    counted: bool = False
+    islands: Islands = NO_ISLANDS
+    capability: Capability | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class TraceRequest:
+class TraceRequest(TraceOptions):
     """A step to trace: `run(*args, **kwargs)` with the arguments of a call, and its backward.
 
     - autocast: under which forward runs.
     - device: the device of the plan.
     - expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
-    - tangents: the outputs that backward starts from, and the layout of the gradient that arrives for each. With None,
-      backward starts from the loss, else from every output that requires grad.
     - shapes: of parameters that are empty between uses, by name.
     - memo: that of other traces under the same switches.
     - moves_inputs: the call's tensors may be elsewhere, and stand for tensors on the device.
     - memory: keeps what forward writes to of tensors that are neither parameters, buffers nor inputs, and puts it back
       when the caller says so.
-    - backward: the autocast under which backward runs; None: without autocast.
-    - seen: what forward read from tensors when it ran on this call, in order: the trace takes the same branches.
     - in_place: numbers of additions in backward that eager makes in place, as `sums` tells from an earlier trace.
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
-    - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then.
-    - counted: masks of dropout are functions of a seed.
     - made: notes the tensors of the trace. None of them may outlive it.
-    - islands: calls that are ops of their own, because they can't be traced.
-    - capability: of a CUDA device whose attention and dropout are traced; None: those of the device are.
     """
 
     model: nn.Module
@@ -73,20 +91,13 @@ class TraceRequest:
     autocast: Autocast
     device: torch.device
     expanded: bool = False
-    tangents: Mapping[int, GradientLayout] | None = None
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     memo: Memo = field(default_factory=Memo)
     moves_inputs: bool = True
     memory: KeptMemory | None = None
-    backward: Autocast | None = None
-    seen: Sequence[Answer] | None = None
     in_place: frozenset[int] = frozenset()
     left: Callable[[], Sequence[SetValue]] = tuple
-    varying: Varying = frozenset()
-    counted: bool = False
     made: MadeTensors = field(default_factory=MadeTensors)
-    islands: Islands = NO_ISLANDS
-    capability: Capability | None = None
 
 
 def trace_step(request: TraceRequest) -> RawTrace:
@@ -112,7 +123,7 @@ class _StepTrace:
         self._inputs = call.tensors
         self._differentiated = [name for name, p in self._parameters.items() if p.requires_grad]
         names = {module: name for name, module in model.named_modules()}
-        self._notes = TraceNotes(names, {}, len(self._parameters), in_place=request.in_place)
+        self._notes = TraceNotes(names, in_place=request.in_place)
         self._islands = IslandsTraced(request.islands, self._notes.around)
         if request.seen is not None:
             self._notes.seen = (answer for answer in request.seen if isinstance(answer.value, bool))
@@ -120,8 +131,16 @@ class _StepTrace:
     def made(self) -> RawTrace:
         """The trace."""
         request = self._request
-        symbolic = self._symbolic()
+        symbolic = None
+        if request.varying:
+            moved_to = request.device if request.moves_inputs else None
+            symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
         stand_ins = self._stand_ins(symbolic)
+
+        def watched(*args: Any) -> Any:
+            with watch:
+                return self._step(*args)
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(private.TRACING)
             stack.enter_context(torch.autocast(request.device.type, enabled=False))
@@ -137,26 +156,25 @@ class _StepTrace:
             stack.enter_context(self._islands.calls(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
             watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted, symbolic)
-            with self._errors_in_words():
+            try:
                 symbols = None if symbolic is None else symbolic.symbols
-                graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins, symbols=symbols)
+                graph_module = private.trace_with_fakes(watched, *stand_ins, symbols=symbols)
                 if symbols is not None:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
+            except MemoryError:
+                raise
+            except Exception as error:
+                is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
+                raise self._in_words(error) from error.__cause__ if is_refusal else error
         return self._raw(graph_module, symbolic)
-
-    def _symbolic(self) -> SymbolicInputs | None:
-        request = self._request
-        if not request.varying:
-            return None
-        moved_to = request.device if request.moves_inputs else None
-        return SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
 
     def _stand_ins(
         self, symbolic: SymbolicInputs | None
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Parameters, buffers and inputs as the trace has them, on the device of the plan."""
-        device, moves = self._request.device, self._request.moves_inputs
-        inputs = [_stand_in(t, device) if moves else t.detach() for t in self._inputs]
+        device, inputs = self._request.device, [t.detach() for t in self._inputs]
+        if self._request.moves_inputs:
+            inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
         state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
         for index, name in enumerate(self._parameters):
             if name in self._request.shapes:
@@ -167,16 +185,6 @@ class _StepTrace:
             state, inputs = private.fakes_on(device, state, inputs)
         count = len(self._parameters)
         return state[:count], state[count:], inputs
-
-    @contextlib.contextmanager
-    def _errors_in_words(self) -> Iterator[None]:
-        try:
-            yield
-        except MemoryError:
-            raise
-        except Exception as error:
-            is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
-            raise self._in_words(error) from error.__cause__ if is_refusal else error
 
     def _in_words(self, error: Exception) -> Exception:
         """The refusal of a step for an error from its trace."""
@@ -210,13 +218,16 @@ class _StepTrace:
         self, params: Sequence[torch.Tensor], bufs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Outputs, and gradients of parameters and inputs."""
-        self._notes.note_placeholders([*self._buffers.values(), *self._inputs])
+        nodes = [n for n in private.tracer_graph().nodes if n.op == "placeholder"][len(params) :]
+        real_ones = (*self._buffers.values(), *self._inputs)
+        self._notes.sources = {node.name: tensor for node, tensor in zip(nodes, real_ones, strict=True)}
         self._request.made.note([*bufs, *tensors])
         leaves: dict[str, torch.Tensor] = {}
         for (name, parameter), stand_in in zip(self._parameters.items(), params, strict=True):
             leaf = stand_in.detach().requires_grad_() if parameter.requires_grad else stand_in.detach()
             leaves[name] = private.with_spec(leaf, private.spec_of(parameter))
-            _take_attributes(leaves[name], parameter)
+            if not private.is_ordinary(parameter) and not private.is_sharded(parameter):  # packed weights carry scales
+                vars(leaves[name]).update({k: v for k, v in vars(parameter).items() if k not in vars(leaves[name])})
         given = [
             t.detach().requires_grad_() if real.requires_grad else t
             for t, real in zip(tensors, self._inputs, strict=True)
@@ -382,23 +393,3 @@ def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
     tensors = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
     of_all = Edges(tensors.values())
     return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}
-
-
-def _take_attributes(leaf: torch.Tensor, parameter: nn.Parameter) -> None:
-    """Copy what a parameter of a subclass carries (the scales of packed weights) to its stand-in."""
-    if not private.is_ordinary(parameter) and not private.is_sharded(parameter):
-        vars(leaf).update({key: value for key, value in vars(parameter).items() if key not in vars(leaf)})
-
-
-def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The sample's tensor as it will be on the planned device."""
-    tensor = tensor.detach()
-    return tensor if tensor.device.type == device.type else tensor.to(device)
-
-
-def _under(mode: private.TorchDispatchMode, step: Callable[..., Any]) -> Callable[..., Any]:
-    def inner(*args: Any) -> Any:
-        with mode:
-            return step(*args)
-
-    return inner

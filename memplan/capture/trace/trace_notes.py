@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,8 +40,7 @@ class TraceNotes(Noted):
     """
 
     names: dict[nn.Module, str]
-    sources: dict[str, torch.Tensor]
-    parameter_count: int
+    sources: dict[str, torch.Tensor] = field(default_factory=dict)
     stack: list[str] = field(default_factory=list)
     spans: list[tuple[int, str]] = field(default_factory=list)
     boundary: fx.Node | None = None
@@ -77,11 +75,6 @@ class TraceNotes(Noted):
         """Note that PyTorch turns a symbol into a number, here."""
         self.fixed_at.setdefault(symbol, f"{number} in module {self.module}, at {caller_line()}")
 
-    def note_placeholders(self, real: Sequence[torch.Tensor]) -> None:
-        """Note the real tensors of placeholders. real: buffers and inputs, which come after parameters."""
-        placeholders = [n for n in private.tracer_graph().nodes if n.op == "placeholder"]
-        self.sources = {n.name: t for n, t in zip(placeholders[self.parameter_count :], real, strict=True)}
-
     def end_forward(self, template: OutputTemplate) -> None:
         """Note the state of the trace when forward has returned."""
         nodes = private.tracer_graph().nodes
@@ -103,11 +96,7 @@ class TraceNotes(Noted):
 
         Its hooks are removed, because they would keep the trace for ever.
         """
-
-        def note(name: str, gradient: torch.Tensor) -> None:
-            self.arrivals.append(name)
-
-        hooks = [leaf.register_hook(functools.partial(note, name)) for name, leaf in leaves.items()]
+        hooks = [leaf.register_hook(lambda _, name=name: self.arrivals.append(name)) for name, leaf in leaves.items()]
         try:
             yield
         finally:
