@@ -6,8 +6,8 @@ peak is lost.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from memplan.plans.figures import PlanFigures
@@ -24,18 +24,11 @@ _MOST_ROWS = 28  # of a table of layers
 _AFTER = 0.02  # how wide what comes after backward is drawn, as a share of the step
 
 
-@dataclass(slots=True)
-class _Strings:
+class _Strings(dict[str, int]):
     """Texts that are written once, and named by their index."""
 
-    texts: list[str] = field(default_factory=list)
-    places: dict[str, int] = field(default_factory=dict)
-
     def __call__(self, text: str) -> int:
-        if text not in self.places:
-            self.places[text] = len(self.texts)
-            self.texts.append(text)
-        return self.places[text]
+        return self.setdefault(text, len(self))
 
 
 def page_data(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[str, Any]:
@@ -53,7 +46,7 @@ def page_data(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[st
         "tables": _tables(planned, strings),
         "lanes": _lanes(planned, strings),
         "in_flight": plan.problem.in_flight,
-        "strings": strings.texts,
+        "strings": list(strings),
     }
 
 
@@ -144,27 +137,17 @@ def _lanes(memory: StepMemory, strings: _Strings) -> dict[str, Any] | None:
     if all(span.lane == "compute" for span in spans):
         return None
     end_s = max(begins_s[-1], *(span.end_s for span in spans))
-    lanes = in_groups(spans, lambda span: span.lane)
-    return {
-        "end_s": end_s,
-        "lanes": {lane[0].lane: _marks_of(lane, end_s / _MARKS, memory, strings) for lane in lanes},
-    }
-
-
-def _marks_of(spans: list[LaneSpan], least_s: float, memory: StepMemory, strings: _Strings) -> list[list[Any]]:
-    """Spans of one lane; those that are too short to be seen are one with what comes next."""
-    marks: list[list[Any]] = []
-    for span in spans:
-        last = marks[-1] if marks else None
-        if last is not None and last[1] - last[0] < least_s and span.begin_s - last[1] < least_s:
-            last[1], last[3] = span.end_s, last[3] + 1
+    least_s, lanes = end_s / _MARKS, dict[str, list[list[Any]]]()
+    for span in itertools.chain(*in_groups(spans, lambda span: span.lane)):
+        marks = lanes.setdefault(span.lane, [])
+        if marks and marks[-1][1] - marks[-1][0] < least_s and span.begin_s - marks[-1][1] < least_s:
+            marks[-1][1], marks[-1][3] = span.end_s, marks[-1][3] + 1  # too short to be seen: one with what comes next
         else:
-            marks.append([span.begin_s, span.end_s, strings(span_text(span, memory)), 1])
-    return marks
+            marks.append([span.begin_s, span.end_s, strings(_span_text(span, memory)), 1])
+    return {"end_s": end_s, "lanes": lanes}
 
 
-def span_text(span: LaneSpan, memory: StepMemory) -> str:
-    """What happens in a span of a lane, in words."""
+def _span_text(span: LaneSpan, memory: StepMemory) -> str:
     graph = memory.problem.graph
     match span.lane:
         case "compute":

@@ -128,13 +128,8 @@ def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool) -> list[Lea
 
 def _kept_bytes(moments: Iterable[Moment]) -> int:
     """Bytes of blocks that moments leave behind."""
-    live: dict[int, int] = {}
-    for event in (event for _, events in moments for event in events):
-        if isinstance(event, Request):
-            live[event.name] = event.size_bytes
-        else:
-            live.pop(event.name, None)
-    return sum(live.values())
+    events = {event for _, events in moments for event in events}
+    return sum(e.size_bytes for e in events if isinstance(e, Request) and Release(e.name) not in events)
 
 
 def _live_ranges(moments: Iterable[Moment]) -> dict[int, LiveRange]:
