@@ -125,12 +125,7 @@ def _entry(facts: OpFacts) -> list[object]:
 
 
 def _facts_of(
-    time_s: float,
-    scratch_bytes: int,
-    doubts: int = 0,
-    process: int = 0,
-    requests: Blocks = (),
-    unsteady: bool = False,
+    time_s: float, scratch_bytes: int, doubts: int = 0, process: int = 0, requests: Blocks = (), unsteady: bool = False
 ) -> OpFacts:
     """The facts of an entry on disk, which may be of an earlier version."""
     blocks = tuple((int(name), int(size_bytes)) for name, size_bytes in requests)
