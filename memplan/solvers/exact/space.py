@@ -11,17 +11,16 @@ import numpy as np
 
 from memplan.solvers.exact.block import WORD, Reversed, Rows
 from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.numeric.max_flow import network_of
 from memplan.solvers.orders.flat import Flags, Ints
 
 NEVER = 1 << 57  # more ticks than any schedule takes
 PARCEL = 9  # values whose bytes are summed up in advance; WORD is a multiple of it
 _BARRED = -1
 
-# Columns of `Space.ops`, `Space.steps` and of `Space.edge`, rows of `Space.work`.
+# Columns of `Space.ops` and `Space.steps`.
 MADE, READ, TAKEN, STAGE, STAGES, TICKS = 0, 2, 4, 6, 7, 8
 STEP_READ, STEP_TAKEN, STEP_BYTES, BETWEEN_BYTES = 0, 2, 4, 5
-HEAD, LEVEL, QUEUE, PATH, CURSOR = 0, 1, 2, 3, 4
-SOURCE, TARGET, AFTER, ROOM, LEFT = 0, 1, 2, 3, 4
 
 
 class Space(NamedTuple):
@@ -38,10 +37,8 @@ class Space(NamedTuple):
     - after[m]: the step that moment m is, -1 before the first.
     - weight[m, v]: bytes of v that count against the moment's room; -1 if v can't cross it.
     - needed[first, stop]: words of what steps first..stop-1 read.
-    - edge: the graph of all minimum cuts of the block. Node 0 is the source, 1 the sink, then come values, then ops.
-      Columns are ends, the next edge of the same end, and room; edges e and e ^ 1 are opposite. The first edges lead to
-      the values, then from values to ops, then from ops to the sink.
-    - work: what a maximum flow scribbles on.
+    - edge, work: the graph of all minimum cuts of the block, as of `network_of`. Node 0 is the source, 1 the sink, then
+      come values, then ops. The first edges lead to the values, then from values to ops, then from ops to the sink.
     """
 
     size_bytes: Ints
@@ -156,15 +153,7 @@ def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
     ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
     for op in range(ops):
         ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.item[b.reads.start[op] : b.reads.start[op + 1]]]
-    nodes = 2 + values + ops
-    edge = np.zeros((2 * len(ends), 5), dtype=np.int64)
-    work = np.zeros((5, nodes + 1), dtype=np.int64)
-    work[HEAD] = -1
-    for k, (tail, head, room) in enumerate(ends):
-        for e, source, target, limit in ((2 * k, tail, head, room), (2 * k + 1, head, tail, 0)):
-            edge[e, :4] = source, target, work[HEAD, source], limit
-            work[HEAD, source] = e
-    return edge, work
+    return network_of(2 + values + ops, [(tail, head) for tail, head, _ in ends], [room for *_, room in ends])
 
 
 @kernel
