@@ -10,11 +10,12 @@ import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, localise
-from memplan.solvers.chain.partition import Block, Chain
+from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, solve_chain
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flat, Ints
 from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.sketch import keep_all
 
 BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
@@ -245,20 +246,20 @@ def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:
     return ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
 
 
-def recompute_blocks(flat: Flat, chain: Chain) -> Ints:
-    """Keep every cut, and run each block's forward part again before its backward part."""
-    return grouped(flat, [[block] for block in chain.blocks])
+def baselines(flat: Flat, blocks_limit: int) -> tuple[tuple[str, Ints], ...]:
+    """The textbook schedules by name. blocks_limit: most blocks of the chain that they work on.
 
-
-def recompute_segments(flat: Flat, chain: Chain) -> Ints:
-    """Keep about sqrt(n) cuts, with as many blocks between them, and run what is between again.
-
-    Chen et al., arXiv 1604.06174.
+    Either each block's forward part runs again before its backward part. Or about sqrt(n) cuts are kept, with as many
+    blocks between them, and what is between runs again (Chen et al., arXiv 1604.06174).
     """
-    count = len(chain.blocks)
-    segments = max(1, round(count**0.5))
-    edges = [round(k * count / segments) for k in range(segments + 1)]
-    return grouped(flat, [list(chain.blocks[i:j]) for i, j in pairwise(edges) if j > i])
+    blocks = make_chain(flat, layer_cuts(flat, coarse_cuts(flat, blocks_limit))).blocks
+    segments = max(1, round(len(blocks) ** 0.5))
+    edges = [round(k * len(blocks) / segments) for k in range(segments + 1)]
+    return (
+        ("keep all", keep_all(flat)),
+        ("recompute every block", grouped(flat, [[block] for block in blocks])),
+        ("recompute sqrt(n) segments", grouped(flat, [blocks[i:j] for i, j in pairwise(edges) if j > i])),
+    )
 
 
 def grouped(flat: Flat, groups: Sequence[Sequence[Block]]) -> Ints:

@@ -22,19 +22,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from memplan.config import SearchFigures
-from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.chain.expand import SolvedChain, chain_table, expand, last_reads, outside_of
-from memplan.solvers.chain.hierarchy_options import best_options, searched, whole_peak_bytes
+from memplan.solvers.chain.hierarchy_options import best_options, searched
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders, localise
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Arrays, Flat, Ints
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
+from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of
 
 _LEAST_OPS = 3  # forward ops from which a block is taken apart
 _FINE, _COARSE = 40, 12  # most children of a block, as single ops and as smaller blocks
@@ -140,7 +137,7 @@ class Hierarchy:
         orders = cut_orders(block, self.figures.block_cuts)
         if leaf or flat.arrays.boundary < _LEAST_OPS:
             return best_options(block, orders, 2 * self.figures.options)
-        most_bytes = whole_peak_bytes(block)
+        most_bytes, _time_s = outcome(flat.arrays, keep_all(flat))
         for cuts, leaves in _partitions(flat):
             solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
                                  flat.arrays.boundary)  # fmt: skip
@@ -188,5 +185,5 @@ def _expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
 
 def _filled(a: Arrays, order: Ints) -> Ints | None:
     """The order with what fits under its own peak kept; None for an order that is not legal."""
-    peak = int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
+    peak, _time_s = outcome(a, order)
     return None if peak < 0 else fill(a, order, peak, _FILL_ROUNDS)

@@ -19,12 +19,11 @@ from memplan.solvers.chain.options import (
     Option,
     closure_s,
     cut_flags,
-    kept_whole,
     option_figures,
 )
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Floats, Ints
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, outcome, replay
 from memplan.solvers.orders.rewrites import bring_down
 
 _SAVED, _FORWARD, _BACKWARD, _RECOMPUTE, _AGAIN = range(5)
@@ -129,7 +128,7 @@ def _quantiles(column: Floats, count: int) -> Floats:
 def searched(a: Arrays, orders: Sequence[Ints], targets: int) -> list[Ints]:
     """Orders near these at `targets` peaks from the lowest to the highest: brought down, or filled up."""
     front: list[tuple[int, float, Ints]] = []
-    for peak, time_s, order in sorted(((*_outcome(a, order), order) for order in orders), key=lambda row: row[:2]):
+    for peak, time_s, order in sorted(((*outcome(a, order), order) for order in orders), key=lambda row: row[:2]):
         if peak >= 0 and (not front or time_s < front[-1][1]):
             front.append((peak, time_s, order))
     if not front:
@@ -143,13 +142,3 @@ def searched(a: Arrays, orders: Sequence[Ints], targets: int) -> list[Ints]:
         above = [bring_down(a, order, target, _LOWER_ROUNDS, _WIDTH) for order in above]
         found += [fill(a, order, target, _FILL_ROUNDS) for order in (*below, *above)]
     return found
-
-
-def _outcome(a: Arrays, order: Ints) -> tuple[int, float]:
-    peak, _position, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
-    return int(peak), float(time_s)
-
-
-def whole_peak_bytes(block: LocalBlock) -> int:
-    """The peak of a block that repeats nothing."""
-    return _outcome(block.flat.arrays, kept_whole(block))[0]

@@ -16,12 +16,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.chain.partition import Block
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Flat, Floats, Ints, compressed
-from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.replay import fill, outcome, prune, replay
 from memplan.solvers.orders.rewrites import demand_order
 
 Row = tuple[int, ...]
@@ -234,12 +233,6 @@ def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> Bloc
     return BlockOptions(_thin(options, limit), int(during[: a.boundary].max(initial=0)), leaf_s)
 
 
-def kept_whole(block: LocalBlock) -> Ints:
-    """The order that repeats nothing."""
-    stand_in = block.flat.arrays.boundary
-    return np.array([*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)], dtype=np.int64)
-
-
 def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
     """Orders from minimum cuts of the block. cuts_limit: most minimum cuts that are looked for."""
     a = block.flat.arrays
@@ -259,13 +252,9 @@ def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
         ends = [order for order in ends if len(order)]
         orders += ends
         if len(ends) == 2 and len(ends[0]) > len(ends[1]):
-            low, high = (_peak(a, order) for order in ends)
+            low, high = (outcome(a, order)[0] for order in ends)
             orders += [fill(a, ends[0], low + (high - low) * part // 3, 8) for part in (0, 1, 2) if high > low]
     return orders
-
-
-def _peak(a: Arrays, order: Ints) -> int:
-    return int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
 
 
 @kernel

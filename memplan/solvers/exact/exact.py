@@ -29,6 +29,7 @@ from memplan.solvers.exact.moment_bound import least_after, windows
 from memplan.solvers.exact.space import NEVER, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
 from memplan.solvers.orders.flat import Ints
+from memplan.solvers.orders.sketch import keep_all
 
 _MOST_S = float("inf")
 _MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again
@@ -212,8 +213,7 @@ class BlockSearch:
 
     def keep_all(self) -> tuple[int, ...]:
         """The order that repeats nothing."""
-        n = self.block.flat.arrays.boundary
-        return (*range(n), BOUNDARY, *range(n, self.block.flat.op_count))
+        return tuple(keep_all(self.block.flat).tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.orders.flat import Arrays, Ints
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.search.exchange import exchange
 
@@ -81,7 +81,7 @@ def improved(
     for start in sorted(starts, key=lambda start: score(starts[start]))[:tries]:
         order = np.array(start, dtype=np.int64)
         trial = fill(a, bring_down(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
-        peak, time_s = _figures(a, trial)
+        peak, time_s = outcome(a, trial)
         if peak <= limit and _forward_once(a, trial):
             found.append((time_s, trial))
     if not found:
@@ -89,11 +89,6 @@ def improved(
     best = min(found, key=lambda entry: entry[0])[1]
     better = exchange(a, best, limit, _EXCHANGES, _WIDTH)
     return [best, better] if _forward_once(a, better) else [best]
-
-
-def _figures(a: Arrays, order: Ints) -> tuple[int, float]:
-    peak, _at, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
-    return int(peak), float(time_s)
 
 
 def _forward_once(a: Arrays, order: Ints) -> bool:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order
 from memplan.solvers.exact.incumbents import BlockBudget, improved
 from memplan.solvers.orders.flat import Flat, Ints, compressed
+from memplan.solvers.orders.sketch import keep_all
 
 _TRIES = 4
 
@@ -83,8 +83,7 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     """
     block = whole_step(flat)
     searched = None if why_unsuited(block) else BlockSearch(block, most_nodes=most_nodes)
-    n = block.flat.arrays.boundary
-    everything = (*range(n), BOUNDARY, *range(n, block.flat.op_count))
+    everything = tuple(keep_all(block.flat).tolist())
     starts = [everything, *(tuple(order.tolist()) for order in cut_orders(block, cuts))]
     orders = {order: option_of_order(block, order) for order in starts}
     peaks = [max(option.forward_peak_bytes, option.backward_peak_bytes) for option in orders.values()]

@@ -22,12 +22,11 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
-from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask, baseline_schedules
 from memplan.solvers.numeric.compiling import tell_of_compilation, watching_compilation
 from memplan.solvers.numeric.threads import side_by_side
 from memplan.solvers.orders.flat import Flat, Ints, flatten
-from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
+from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
 
 

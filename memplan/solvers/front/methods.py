@@ -10,10 +10,9 @@ from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.seeds import saved_of_moments
-from memplan.solvers.chain.baselines import baselines, keep_all
-from memplan.solvers.chain.expand import BlockOrders, expand, solved_chain
+from memplan.solvers.chain.expand import BlockOrders, baselines, expand, solved_chain
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
-from memplan.solvers.chain.options import LocalBlock, cut_orders, kept_whole
+from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import distinct_slots
 from memplan.solvers.exact.exact import exact_orders
@@ -21,7 +20,7 @@ from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import Flat, Ints
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
-from memplan.solvers.orders.sketch import Sketch, sketch_of
+from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
 
 _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
 
@@ -56,7 +55,7 @@ def baseline_schedules(task: MethodTask) -> Iterator[Sketch]:
 def rotor(task: MethodTask) -> Iterator[Sketch]:
     """Plain Rotor: each block is kept whole or runs again whole."""
     for _, positions, slots in _chains(task):
-        yield from _from_chain(task, "rotor", positions, slots, lambda block: [kept_whole(block)])
+        yield from _from_chain(task, "rotor", positions, slots, lambda block: [keep_all(block.flat)])
 
 
 def cuts(task: MethodTask) -> Iterator[Sketch]:
