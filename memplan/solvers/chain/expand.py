@@ -61,20 +61,27 @@ def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: in
     - orders: ways to run a block.
     - option_limit: most options of a block that are kept.
     """
+    known: dict[tuple[object, ...], BlockOptions] = {}
+
+    def options_of(block: LocalBlock) -> BlockOptions:
+        if block.signature not in known:
+            known[block.signature] = block_options(block, orders(block), option_limit)
+        return known[block.signature]
+
+    return solved_with(flat, keys, chain, most_bytes, slots, options_of)
+
+
+def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+                options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
+    """`solved_chain` with options from elsewhere."""
     last_read = last_reads(flat)
     outside = outside_of(flat, chain, last_read)
-    known: dict[tuple[object, ...], BlockOptions] = {}
-    local_blocks: list[LocalBlock] = []
-    options: list[BlockOptions] = []
-    for index, block in enumerate(chain.blocks):
-        local = localise(flat, block, outside.incoming[index], last_read, keys)
-        if local.signature not in known:
-            known[local.signature] = block_options(local, orders(local), option_limit)
-        local_blocks.append(local)
-        options.append(known[local.signature])
+    places = zip(chain.blocks, outside.incoming, strict=True)
+    blocks = tuple(localise(flat, block, incoming, last_read, keys) for block, incoming in places)
+    options = tuple(options_of(block) for block in blocks)
     unit = max(1, -(-most_bytes // slots))
-    table = chain_table(flat, chain, local_blocks, options, outside, unit)
-    return SolvedChain(chain, tuple(local_blocks), tuple(options), table, solve_chain(table, slots), unit)
+    table = chain_table(flat, chain, blocks, options, outside, unit)
+    return SolvedChain(chain, blocks, options, table, solve_chain(table, slots), unit)
 
 
 def last_reads(flat: Flat) -> Ints:

@@ -23,11 +23,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from memplan.config import SearchFigures
-from memplan.solvers.chain.expand import SolvedChain, chain_table, expand, last_reads, outside_of
+from memplan.solvers.chain.expand import SolvedChain, expand, solved_with
 from memplan.solvers.chain.hierarchy_options import best_options, searched
-from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders, localise
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.chain.rotor import distinct_slots, solve_chain
+from memplan.solvers.chain.rotor import distinct_slots
 from memplan.solvers.orders.flat import Arrays, Flat, Ints
 from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
@@ -74,15 +74,12 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFig
             yield order
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
     front = pareto(found)
-    for target in _targets(front, found[0].peak_bytes, min(_PEAKS, max(2, _FILL_WORK // flat.op_count))):
+    low, high = front[0].peak_bytes, found[0].peak_bytes
+    count = min(_PEAKS, max(2, _FILL_WORK // flat.op_count))
+    for step in range(1, count):
+        target = low + (high - low) * step // count
         for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
             yield fill(a, sketch.order, target, _FILL_ROUNDS)
-
-
-def _targets(front: Sequence[Sketch], most_bytes: int, count: int) -> list[int]:
-    """Peaks between the lowest and that of keeping everything."""
-    low = front[0].peak_bytes
-    return [low + (most_bytes - low) * step // count for step in range(1, count)]
 
 
 def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
@@ -138,7 +135,12 @@ class Hierarchy:
         if leaf or flat.arrays.boundary < _LEAST_OPS:
             return best_options(block, orders, 2 * self.figures.options)
         most_bytes, _time_s = outcome(flat.arrays, keep_all(flat))
-        for cuts, leaves in _partitions(flat):
+        partitions: list[Partition] = [(fine_cuts(flat, _FINE), True)]
+        if flat.arrays.boundary >= _COARSE_OPS:
+            partitions.append((coarse_cuts(flat, _COARSE), False))
+        for cuts, leaves in partitions:
+            if not cuts:
+                continue
             solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
                                  flat.arrays.boundary)  # fmt: skip
             for order in _expanded(flat, solved, max(2, self.figures.sizes // 2)):
@@ -155,27 +157,12 @@ class Hierarchy:
         - within: forward ops of the block that this is. A child nearly as large is not taken apart either, so that
           levels stay few.
         """
-        chain = make_chain(flat, cuts)
-        last_read = last_reads(flat)
-        outside = outside_of(flat, chain, last_read)
-        blocks, options = [], []
-        for index, block in enumerate(chain.blocks):
-            local = localise(flat, block, outside.incoming[index], last_read, keys)
-            leaf = leaves or (within > 0 and 4 * len(block.forward) > 3 * within)
-            inner_keys = tuple("" if op < 0 else keys[op] for op in local.ops)
-            blocks.append(local)
-            options.append(self.options(local, inner_keys, leaf))
-        unit = max(1, -(-most_bytes // slots))
-        table = chain_table(flat, chain, blocks, options, outside, unit)
-        return SolvedChain(chain, tuple(blocks), tuple(options), table, solve_chain(table, slots), unit)
 
+        def options_of(block: LocalBlock) -> BlockOptions:
+            leaf = leaves or (within > 0 and 4 * block.flat.arrays.boundary > 3 * within)
+            return self.options(block, tuple("" if op < 0 else keys[op] for op in block.ops), leaf)
 
-def _partitions(flat: Flat) -> list[Partition]:
-    """Ways to take a block apart: cuts, and whether what is between them is left whole."""
-    found = [(fine_cuts(flat, _FINE), True)]
-    if flat.arrays.boundary >= _COARSE_OPS:
-        found.append((coarse_cuts(flat, _COARSE), False))
-    return [(cuts, leaves) for cuts, leaves in found if cuts]
+        return solved_with(flat, keys, make_chain(flat, cuts), most_bytes, slots, options_of)
 
 
 def _expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:

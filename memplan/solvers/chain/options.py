@@ -95,15 +95,10 @@ def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
     - last_read[v]: last op that reads v.
     - keys: op keys, equal for equal kernels.
     """
-    which = (block, incoming, keys)
-    if which not in flat.blocks:
-        flat.blocks[which] = _cut_out(flat, block, incoming, last_read, keys)
-    found: LocalBlock = flat.blocks[which]
-    return found
-
-
-def _cut_out(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tuple[str, ...]) -> LocalBlock:
-    a = flat.arrays
+    which, a = (block, incoming, keys), flat.arrays
+    if which in flat.blocks:
+        known: LocalBlock = flat.blocks[which]
+        return known
     forward, backward = list(block.forward), list(block.backward)
     index: dict[int, int] = {}
     for op in forward:
@@ -126,7 +121,9 @@ def _cut_out(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
     local = Flat(arrays, tuple(reads), tuple(makes))
     signature = _signature(local, cut, [keys[op] for op in (*forward, *backward)])
     incoming_bytes = int(sum(a.size_bytes[v] for v in incoming))
-    return LocalBlock(local, (*forward, -1, *backward), frozenset(cut), incoming_bytes, signature)
+    found = LocalBlock(local, (*forward, -1, *backward), frozenset(cut), incoming_bytes, signature)
+    flat.blocks[which] = found
+    return found
 
 
 def _local_arrays(
@@ -219,18 +216,26 @@ def _two_digits(time_s: float) -> str:
 
 def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> BlockOptions:
     """The Pareto set of what these orders of a block come to, at most `limit` options."""
-    a = block.flat.arrays
-    forward_s = float(a.time_s[: a.boundary].sum())
     found: dict[tuple[float, ...], Option] = {}
     for order in orders:
         option = measured(block, order)
         found.setdefault(option.figures, option)
-    options = _pareto(list(found.values()))
-    leaf = np.array([*range(a.boundary), a.boundary], dtype=np.int64)
-    during = np.zeros(len(leaf), dtype=np.int64)
-    replay(a, leaf, during)
-    leaf_s = min(float(closure_s(a, cut_flags(block))), forward_s)
-    return BlockOptions(_thin(options, limit), int(during[: a.boundary].max(initial=0)), leaf_s)
+    kept: list[Option] = []
+    for option in sorted(found.values(), key=lambda option: (option.figures, len(option.backward))):
+        if not any(all(x <= y for x, y in zip(k.figures, option.figures, strict=True)) for k in kept):
+            kept.append(option)
+    if len(kept) > limit:
+        kept = [kept[i] for i in np.unique(np.round(np.linspace(0, len(kept) - 1, limit)).astype(int))]
+    return BlockOptions(tuple(kept), *leaf_figures(block))
+
+
+def leaf_figures(block: LocalBlock) -> tuple[int, float]:
+    """`leaf_peak_bytes` and `leaf_s` of the `BlockOptions`."""
+    a = block.flat.arrays
+    during = np.zeros(a.boundary + 1, dtype=np.int64)
+    replay(a, np.arange(a.boundary + 1), during)
+    leaf_s = min(float(closure_s(a, cut_flags(block))), float(a.time_s[: a.boundary].sum()))
+    return int(during[: a.boundary].max(initial=0)), leaf_s
 
 
 def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
@@ -317,23 +322,11 @@ def measured(block: LocalBlock, order: Ints) -> Option:
     figures = np.empty(5)
     legal = option_figures(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
     assert legal, "a block's order reads what is not there"
-    saved, ahead, back, recompute_s, again_s = figures.tolist()
     stand_in = int(np.nonzero(order == block.flat.arrays.boundary)[0][0])
-    backward = tuple(order[stand_in + 1 :].tolist())
-    return Option(int(saved), int(ahead), int(back), recompute_s, again_s - recompute_s, backward)
+    return option_of_figures(figures, order[stand_in + 1 :])
 
 
-def _pareto(options: list[Option]) -> list[Option]:
-    ordered = sorted(options, key=lambda option: (option.figures, len(option.backward)))
-    kept: list[Option] = []
-    for option in ordered:
-        if not any(all(x <= y for x, y in zip(k.figures, option.figures, strict=True)) for k in kept):
-            kept.append(option)
-    return kept
-
-
-def _thin(options: list[Option], limit: int) -> tuple[Option, ...]:
-    if len(options) <= limit:
-        return tuple(options)
-    chosen = np.unique(np.round(np.linspace(0, len(options) - 1, limit)).astype(int))
-    return tuple(options[i] for i in chosen)
+def option_of_figures(figures: Floats, backward: Ints) -> Option:
+    """The option with the figures that `option_figures` filled in."""
+    saved, ahead, back, recompute_s, again_s = figures.tolist()
+    return Option(int(saved), int(ahead), int(back), recompute_s, again_s - recompute_s, tuple(backward.tolist()))
