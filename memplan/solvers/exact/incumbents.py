@@ -7,8 +7,9 @@ own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,8 +25,7 @@ _FREE = 1 << 50  # stands for no limit where bytes are added up
 _ROUNDS, _FILLS, _EXCHANGES, _WIDTH = 100, 8, 30, 6  # effort of each start
 
 
-@dataclass(frozen=True, slots=True)
-class BlockBudget:
+class BlockBudget(NamedTuple):
     """Bytes saved between the two parts and the peaks of both, as in `Option`."""
 
     saved_bytes: int = NO_LIMIT
@@ -33,19 +33,11 @@ class BlockBudget:
     backward_peak_bytes: int = NO_LIMIT
 
     def admits(self, option: Option) -> bool:
-        return (
-            option.saved_bytes <= self.saved_bytes
-            and option.forward_peak_bytes <= self.forward_peak_bytes
-            and option.backward_peak_bytes <= self.backward_peak_bytes
-        )
+        return all(map(operator.le, option.figures[:3], self))
 
     def within(self, other: BlockBudget) -> bool:
         """Whether every option within these limits is within the other's."""
-        return (
-            self.saved_bytes <= other.saved_bytes
-            and self.forward_peak_bytes <= other.forward_peak_bytes
-            and self.backward_peak_bytes <= other.backward_peak_bytes
-        )
+        return all(map(operator.le, self, other))
 
 
 def limited(block: LocalBlock, budget: BlockBudget) -> tuple[Arrays, int]:

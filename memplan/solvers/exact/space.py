@@ -119,7 +119,7 @@ def _word_pair(flags: Flags) -> tuple[int, int]:
 def _words(rows: Rows) -> Ints:
     words = np.zeros((len(rows.start) - 1, 2), dtype=np.int64)
     for i in range(len(words)):
-        for v in rows.item[rows.start[i] : rows.start[i + 1]].tolist():
+        for v in rows.row(i).tolist():
             words[i, v // WORD] |= 1 << (v % WORD)
     return words
 
@@ -130,8 +130,8 @@ def _moments(b: Reversed, step_rows: Ints, with_forward: bool) -> tuple[Ints, In
     after = [*range(steps), -1]
     weight = np.tile(b.size_bytes, (steps + 1, 1))
     for t in range(steps):
-        weight[t, b.step_reads.item[b.step_reads.start[t] : b.step_reads.start[t + 1]]] = 0
-        weight[t, b.step_takes.item[b.step_takes.start[t] : b.step_takes.start[t + 1]]] = _BARRED
+        weight[t, b.step_reads.row(t)] = 0
+        weight[t, b.step_takes.row(t)] = _BARRED
     weight[steps, b.cut] = 0
     weight[steps, b.barred] = _BARRED
     if with_forward:
@@ -152,7 +152,7 @@ def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
     ends += [(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
     ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
     for op in range(ops):
-        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.item[b.reads.start[op] : b.reads.start[op + 1]]]
+        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.row(op)]
     return network_of(2 + values + ops, [(tail, head) for tail, head, _ in ends], [room for *_, room in ends])
 
 

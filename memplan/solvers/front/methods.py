@@ -9,7 +9,7 @@ from memplan.config import Config, SearchFigures
 from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
-from memplan.solvers.bounds.seeds import saved_of_moments
+from memplan.solvers.bounds.moments import asked
 from memplan.solvers.chain.expand import BlockOrders, baselines, expand, solved_chain
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
 from memplan.solvers.chain.options import LocalBlock, cut_orders
@@ -17,12 +17,14 @@ from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cu
 from memplan.solvers.chain.rotor import distinct_slots
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
-from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.flat import Flags, Flat, Ints
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
 from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
 
 _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
+
+_SHARES = (0.3, 0.7)  # how much of a value a programme of moments has to keep for it to count as kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +74,34 @@ def moments(task: MethodTask) -> Iterator[Sketch]:
     yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
 
 
+def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[tuple[int, Flags]]:
+    """(budget in bytes, which values are kept from the forward pass), for the budgets that the bound looked at.
+
+    What the bound's programme keeps at its first moment is what a schedule near the bound keeps from the forward pass.
+    The programme may keep a fraction of a value. Fractions are rounded at a few shares: above the share a value counts
+    as kept. The sets heed later moments too, which a minimum cut at one moment does not.
+    """
+    a = flat.arrays
+    forward = (a.producer >= 0) & (a.producer < a.boundary) & ~a.overwritten
+    pinned = a.held.copy()
+    pinned[forward] |= ~a.rerunnable[a.producer[forward]]
+    for guide in bound.guides:
+        early = pinned | (forward & asked(flat, range(a.boundary, guide.moment + 1)))
+        early[guide.values] = pinned[guide.values]
+        for share in _SHARES:
+            saved = early.copy()
+            kept = guide.values[guide.kept > share]
+            saved[kept] |= ~a.overwritten[kept]
+            yield guide.budget_bytes, saved
+
+
 def blocks(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with many options, at two granularities."""
     figures = task.figures
 
-    def orders(block: LocalBlock) -> list[Ints]:
-        return cut_orders(block, figures.block_cuts)
-
     for name, positions, slots in _chains(task):
-        yield from _from_chain(task, f"chain of {name} blocks", positions, slots, orders)
+        name = f"chain of {name} blocks"
+        yield from _from_chain(task, name, positions, slots, lambda block: cut_orders(block, figures.block_cuts))
 
 
 def exact(task: MethodTask) -> Iterator[Sketch]:
@@ -91,10 +112,7 @@ def exact(task: MethodTask) -> Iterator[Sketch]:
     def orders(block: LocalBlock) -> list[Ints]:
         cut = cut_orders(block, figures.block_cuts)
         work[0] -= block.flat.op_count
-        return [
-            *cut,
-            *exact_orders(block, cut, figures.exact_parts, figures.exact_nodes if work[0] >= 0 else 0),
-        ]
+        return [*cut, *exact_orders(block, cut, figures.exact_parts, figures.exact_nodes if work[0] >= 0 else 0)]
 
     chains = _chains(task)
     layers = merged_cuts(task.flat, chains[0][1], figures.exact_ops)
@@ -154,10 +172,7 @@ def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) ->
 def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
     """Cut positions and memory sizes told apart, at two granularities."""
     figures = task.figures
-    coarse, fine = (
-        coarse_cuts(task.flat, figures.coarse_blocks),
-        fine_cuts(task.flat, figures.fine_blocks),
-    )
+    coarse, fine = coarse_cuts(task.flat, figures.coarse_blocks), fine_cuts(task.flat, figures.fine_blocks)
     found = [("coarse", coarse, figures.coarse_slots), ("fine", fine, figures.fine_slots)]
     return found[: 1 if fine == coarse else 2]
 

@@ -117,23 +117,33 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
             producer[v] = index
     taken_of = [v.reuses if v.reuses is not None and tracked[v.reuses] else -1 for v in values]
     rerunnable = _rerunnable(graph, reads, producer, overwritten, graph.ops[graph.boundary :])
-    arrays = _arrays(
-        reads,
-        makes,
+    scratch_bytes = list(problem.costs.scratch_bytes)
+    if updates:
+        rows = zip(scratch_bytes, graph.ops, strict=True)
+        scratch_bytes = [max([size, 0, *(values[v].update_bytes for v in op.outputs)]) for size, op in rows]
+    read_start, read = compressed(reads)
+    made_start, made = compressed(makes)
+    awaiting_start, awaiting = compressed([[g for v in op.inputs for g in gradients_of.get(v, ())] for op in graph.ops])
+    arrays = Arrays(
         boundary=graph.boundary,
+        read_start=read_start,
+        read=read,
+        made_start=made_start,
+        made=made,
         size_bytes=_ints([v.size_bytes for v in values]),
         taken=_ints(taken_of),
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
         gradient=np.array([v.role == "gradient" and v.home != "host" and not v.updates for v in values], np.bool_),
-        awaiting=[[g for v in op.inputs for g in gradients_of.get(v, ())] for op in graph.ops],
+        awaiting_start=awaiting_start,
+        awaiting=awaiting,
         producer=_ints(producer),
         overwritten=np.array(overwritten, dtype=np.bool_),
         rerunnable=np.array(rerunnable, dtype=np.bool_),
         deferrable=np.array(_deferrable(graph, reads), dtype=np.bool_),
         random=np.array([op.random for op in graph.ops], dtype=np.bool_),
         time_s=np.array(problem.costs.time_s, dtype=np.float64),
-        scratch_bytes=_ints(_scratch_with_updates(problem) if updates else problem.costs.scratch_bytes),
+        scratch_bytes=_ints(scratch_bytes),
         rng_state_bytes=graph.rng_state_bytes,
         base_bytes=problem.resident_bytes,
         tangent_bytes=sum(values[t].size_bytes for t in graph.tangents),
@@ -144,31 +154,6 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
     )
     lost_late = rerunnable != _rerunnable(graph, reads, producer, overwritten, ())
     return Flat(arrays, tuple(reads), tuple(makes), lost_late)
-
-
-def _scratch_with_updates(problem: Problem) -> list[int]:
-    values = problem.graph.values
-    return [
-        max(scratch_bytes, *(values[v].update_bytes for v in op.outputs), 0)
-        for op, scratch_bytes in zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True)
-    ]
-
-
-def _arrays(
-    reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], awaiting: Sequence[Sequence[int]], **rest: Any
-) -> Arrays:
-    read_start, read = compressed(reads)
-    made_start, made = compressed(makes)
-    awaiting_start, awaited = compressed(awaiting)
-    return Arrays(
-        read_start=read_start,
-        read=read,
-        made_start=made_start,
-        made=made,
-        awaiting_start=awaiting_start,
-        awaiting=awaited,
-        **rest,
-    )
 
 
 def _ints(items: Sequence[int]) -> Ints:
