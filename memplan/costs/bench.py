@@ -163,13 +163,9 @@ class Bench:
     def _first_runs_cpu(self, indices: Sequence[int]) -> tuple[list[int], list[float], list[Blocks]]:
         """Peaks from the profiler's memory events, all ops in one session."""
         times = []
-
-        def time_s(index: int) -> float:
-            return self._first_run(index, *self._arguments(index))[0]
-
         with private.MemoryRecord() as record:
             for done, index in enumerate(indices):
-                times.append(self._tried(index, time_s, 0.0))
+                times.append(self._tried(index, lambda i: self._first_run(i, *self._arguments(i))[0], 0.0))
                 show_count("timing ops", done + 1, len(indices))
         memory = [(e.start_ns(), e.nbytes()) for e in record.events if e.name() == "[memory]"]
         marks = {

@@ -49,13 +49,8 @@ class Option:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        return (
-            self.saved_bytes,
-            self.forward_peak_bytes,
-            self.backward_peak_bytes,
-            self.recompute_s,
-            self.forward_s + self.recompute_s,
-        )
+        held_bytes = (self.saved_bytes, self.forward_peak_bytes, self.backward_peak_bytes)
+        return (*held_bytes, self.recompute_s, self.forward_s + self.recompute_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,14 +107,15 @@ class BlockSearch:
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
         least = NEVER if bound_s == float("inf") else round(bound_s / self._tick_s)
-        nodes = 0
+        n, nodes = self.block.flat.arrays.boundary, 0
         for b in reversed(self._blocks):
             found = self._found(b, budget, upper, least, most_nodes - nodes)
             nodes += found.nodes
             least = found.bound_ticks
             if found.ticks >= upper:
                 break
-            order = self._order(b, found.path)
+            moves = itertools.chain.from_iterable(b.parts[m] if m >= 0 else (n - m,) for m in found.path.tolist())
+            order = (*range(n), BOUNDARY, n, *moves)
             if b is self._whole or budget.admits(option_of_order(self.block, order)):
                 upper, incumbent = found.ticks, order
                 break
@@ -186,11 +187,6 @@ class BlockSearch:
     def most_s(self) -> float:
         """Orders that repeat so many seconds or more are of no interest."""
         return _MOST_S if self._most_ticks == NEVER else self._most_ticks * self._tick_s
-
-    def _order(self, b: Reversed, path: Ints) -> tuple[int, ...]:
-        n = self.block.flat.arrays.boundary
-        moves = (b.parts[move] if move >= 0 else (n - move,) for move in path.tolist())
-        return (*range(n), BOUNDARY, n, *itertools.chain.from_iterable(moves))
 
     def least_saved_bytes(self) -> int:
         """Bytes saved where the cut alone is kept."""

@@ -69,24 +69,11 @@ def space_of(b: Reversed, with_forward: bool) -> Space:
     stages = np.concatenate([_words(b.stage_reads), b.stage_bytes[:, None]], axis=1)
     moments = range(len(b.forward_bytes))
     ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in moments], dtype=np.int64)
-    after, weight, needed = _moments(b, step_rows, with_forward)
-    edge, work = _network(b, ticks)
+    ahead = ahead.reshape(len(moments), 3)
+    parcels, moment_arrays, network = parcels_of(b.size_bytes), _moments(b, step_rows, with_forward), _network(b, ticks)
     rest = np.array([*_word_pair(b.cut), *_word_pair(b.barred), b.cut_bytes], dtype=np.int64)
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
-    return Space(
-        b.size_bytes,
-        parcels_of(b.size_bytes),
-        rows,
-        stages,
-        step_rows,
-        ahead.reshape(len(moments), 3),
-        rest,
-        after,
-        weight,
-        needed,
-        edge,
-        work,
-    )
+    return Space(b.size_bytes, parcels, rows, stages, step_rows, ahead, rest, *moment_arrays, *network)
 
 
 def parcels_of(amounts: Ints) -> Ints:
