@@ -28,6 +28,7 @@ from memplan.problem.data import (
 
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
+_UNSOUND = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, EOFError)
 _T = TypeVar("_T")
 
 
@@ -87,23 +88,11 @@ def read_checked(what: str, read: Callable[[], _T]) -> _T | InvalidPlanFile:
     """What `read` gives, or what is wrong with the content. An unreadable file stays an OSError."""
     try:
         return read()
-    except (
-        InvalidPlanFile,
-        IllegalSchedule,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        gzip.BadGzipFile,
-        EOFError,
-    ) as error:
-        if isinstance(error, InvalidPlanFile):
-            return error
-        if isinstance(error, IllegalSchedule):
-            return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+    except InvalidPlanFile as error:
+        return error
+    except IllegalSchedule as error:
+        return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+    except (*_UNSOUND, gzip.BadGzipFile) as error:
         return InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again")
 
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
-from memplan.problem.data import Problem
+from memplan.problem.data import Problem, Requests
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
@@ -216,9 +216,8 @@ class _Loop:
         self.problem, self.graph, self.allocator, self.dropped = problem, problem.graph, allocator, dropped
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
-        requests = problem.requests
-        self.update_requests = () if requests is None else requests.update
-        self.state = {} if requests is None else requests.state
+        requests = problem.requests or Requests()
+        self.update_requests, self.state = requests.update, requests.state
         updated = Counter(v.size_bytes for v in self.graph.values if v.updates and v.home == "device")
         states = Counter(self.state.values())
         self.state_count = {size: states[size] // count for size, count in updated.items()}
@@ -230,10 +229,9 @@ class _Loop:
             for value in self.graph.values:
                 if value.role == role and value.home == "device" and value.reuses is None:
                     allocator.allocate(value.size_bytes)
-        known_bytes = 0 if requests is None else requests.held_bytes
-        allocator.allocate(max(0, problem.extra_resident_bytes - known_bytes))  # an engine's
+        allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
         self.left = self.inputs()  # the sample's
-        for size_bytes in () if requests is None else requests.workspaces:
+        for size_bytes in requests.workspaces:
             allocator.allocate(size_bytes)
 
     def inputs(self) -> list[int]:
