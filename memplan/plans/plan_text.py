@@ -58,7 +58,7 @@ def summary(plan: PlanFigures) -> str:
 
 def _headline(plan: PlanFigures) -> list[str]:
     problem = plan.problem
-    forgotten = not problem.knows_optimizer and not problem.extra_resident_bytes  # maybe: then the peak lacks this
+    forgotten = not problem.knows_optimizer and not problem.extra_resident_bytes  # then the peak may lack its state
     adamw_bytes = 2 * sum(v.size_bytes for v in problem.graph.values if v.role == "gradient")
     adamw = f"AdamW would hold {format_bytes(adamw_bytes)} more. Pass optimizer= to plan for it"
     margin = f"{plan.margin:.1%} of the peak: such steps held more, or ran out of memory"

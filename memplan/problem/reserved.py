@@ -32,14 +32,19 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
     """
-    graph, backward, found = problem.graph, schedule[schedule.index(Boundary()) :], []
-    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
-    large = frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES)
-    for dropped in {frozenset[int](), large - read}:  # those are gone before backward where the loss alone is kept
+    found = []
+    for dropped in {frozenset[int](), _dropped(problem, schedule)}:
         allocator = CachingAllocator(expandable)
         _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
         found.append(allocator.peak_reserved_bytes)
     return max(found)
+
+
+def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """Large outputs that are gone before backward where the caller keeps the loss alone."""
+    graph, backward = problem.graph, schedule[schedule.index(Boundary()) :]
+    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
+    return frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
 
 
 def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
