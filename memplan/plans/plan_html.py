@@ -102,13 +102,12 @@ def _memory(memory: StepMemory, strings: _Strings) -> dict[str, Any]:
     highest = {place: max(moments, key=lambda m: sum(kinds[m])) for place, moments in buckets.items()}
     edges_s = [*(place * end_s / _COLUMNS for place in buckets), end_s, end_s * (1 + _AFTER)]
     shown = [*highest.values(), len(memory.schedule)]
-    peak = memory.peak_moment
     names = [joined(life.name) for life in memory.lifetimes]
     place = next(i for i, m in enumerate(shown) if sum(kinds[m]) == memory.timeline.peak_bytes)
     return {
         "end_s": end_s,
         "turn_s": begins_s[memory.boundary],
-        "peak": {"column": place, "bytes": memory.timeline.peak_bytes, "where": memory.moment_text(peak)},
+        "peak": {"column": place, "bytes": memory.timeline.peak_bytes, "where": memory.moment_text(memory.peak_moment)},
         "columns": [
             [
                 begin_s, later_s, list(kinds[moment]), strings(memory.moment_text(moment)),

@@ -294,8 +294,7 @@ class _Leader:
         """Whether a block may go to another place than its own, because it is gone when the step is done."""
         if offset is None or Release(request.name) not in later:
             return False
-        there = [r for r in later if isinstance(r, Request) and self._meets(offset, request.size_bytes, r)]
-        return not there
+        return not any(isinstance(r, Request) and self._meets(offset, request.size_bytes, r) for r in later)
 
     def _plugs(self, begin: _Holes, holes: _Holes, wrong: Request, requests: Sequence[Request]) -> list[Move] | None:
         """Moves that bring a request nearer to its place; none, but other places; None where nothing helps.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ import numpy as np
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, localise
 from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
-from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, solve_chain
+from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flat, Ints
 from memplan.solvers.orders.replay import prune
@@ -240,6 +240,12 @@ def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
             solved.pieces[step] = _piece(flat, solved, *step)
         found.append(solved.pieces[step])
     return prune(flat.arrays, np.concatenate(found))
+
+
+def expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
+    """Orders of the best plans for at most so many memory sizes."""
+    for slots in distinct_slots(solved.front, sizes):
+        yield expand(flat, solved, slots)
 
 
 def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:

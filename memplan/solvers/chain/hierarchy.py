@@ -23,11 +23,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from memplan.config import SearchFigures
-from memplan.solvers.chain.expand import SolvedChain, expand, solved_with
+from memplan.solvers.chain.expand import SolvedChain, expanded, solved_with
 from memplan.solvers.chain.hierarchy_options import best_options, searched
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.chain.rotor import distinct_slots
 from memplan.solvers.orders.flat import Arrays, Flat, Ints
 from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
@@ -114,7 +113,7 @@ class Hierarchy:
         for cuts, leaves in several:
             slots = figures.coarse_slots if len(cuts) < figures.coarse_blocks else figures.fine_slots
             solved = self._chain(flat, keys, cuts, beyond + beyond // 8, slots, leaves, 0)
-            for order in _expanded(flat, solved, 3 * figures.sizes):
+            for order in expanded(flat, solved, 3 * figures.sizes):
                 found = _filled(flat.arrays, order) if order.tobytes() not in known else None
                 known.add(order.tobytes())
                 if found is not None:
@@ -143,7 +142,7 @@ class Hierarchy:
                 continue
             solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
                                  flat.arrays.boundary)  # fmt: skip
-            for order in _expanded(flat, solved, max(2, self.figures.sizes // 2)):
+            for order in expanded(flat, solved, max(2, self.figures.sizes // 2)):
                 found = _filled(flat.arrays, order)
                 orders += [order] if found is None else [order, found]
         orders += searched(flat.arrays, orders, _TARGETS)
@@ -163,11 +162,6 @@ class Hierarchy:
             return self.options(block, tuple("" if op < 0 else keys[op] for op in block.ops), leaf)
 
         return solved_with(flat, keys, make_chain(flat, cuts), most_bytes, slots, options_of)
-
-
-def _expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
-    for slots in distinct_slots(solved.front, sizes):
-        yield expand(flat, solved, slots)
 
 
 def _filled(a: Arrays, order: Ints) -> Ints | None:

@@ -90,9 +90,7 @@ class _Fusing:
 
     def fuse(self) -> None:
         """Join runs until none can be joined any more."""
-        ops = sorted(self.runs)
-        while ops:
-            op = ops.pop(0)
+        for op in sorted(self.runs):
             while op in self.runs and self._joins(op):
                 pass
 

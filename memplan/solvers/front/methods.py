@@ -10,11 +10,10 @@ from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import asked
-from memplan.solvers.chain.expand import BlockOrders, baselines, expand, solved_chain
+from memplan.solvers.chain.expand import BlockOrders, baselines, expanded, solved_chain
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
-from memplan.solvers.chain.rotor import distinct_slots
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import Flags, Flat, Ints
@@ -190,10 +189,8 @@ def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, 
 
 def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
                 options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
-    chain = make_chain(task.flat, positions)
+    chain, limit = make_chain(task.flat, positions), options or task.figures.options
     beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
-    solved = solved_chain(
-        task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, options or task.figures.options
-    )
-    for m in distinct_slots(solved.front, task.figures.sizes):
-        yield sketch_of(task.flat, name, expand(task.flat, solved, m))
+    solved = solved_chain(task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, limit)
+    for order in expanded(task.flat, solved, task.figures.sizes):
+        yield sketch_of(task.flat, name, order)
