@@ -28,7 +28,7 @@ import numpy as np
 from memplan.problem.data import Problem
 from memplan.solvers.bounds.dual import BoundLine, Look, ascend
 from memplan.solvers.bounds.mincut import saved_sets
-from memplan.solvers.bounds.moments import MomentProgram, StepMoments, program_of, step_of
+from memplan.solvers.bounds.moments import MomentProgram, StepMoments, asked, overtaken, program_of, step_of
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 
 # Budgets tried, as shares of the way from the floor to the peak.
@@ -253,12 +253,9 @@ def needed_after(flat: Flat, first: int) -> frozenset[int]:
 
     What `first` itself overwrites is left out too: its memory counts as that of the op's output.
     """
-    a = flat.arrays
-    taken = {int(a.taken[v]) for v in flat.makes[first]} if first < flat.op_count else set()
-    return frozenset(
-        v for op in range(first, flat.op_count) for v in flat.reads[op]
-        if 0 <= a.producer[v] < a.boundary and not a.held[v] and v not in taken
-    )  # fmt: skip
+    read = asked(flat, range(first, flat.op_count))
+    read[overtaken(flat, first) if first < flat.op_count else []] = False
+    return frozenset(np.nonzero(read)[0].tolist())
 
 
 def backward_bytes(flat: Flat) -> Ints:
