@@ -54,15 +54,6 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _T = TypeVar("_T")
 
 
-def _cache_bytes(traced: Traced) -> int:
-    """Bytes to write so that caches hold nothing of an op's operands. A small step may fit in them whole."""
-    if traced.device.type == "cuda":
-        cache_bytes = int(torch.cuda.get_device_properties(traced.device).L2_cache_size)
-    else:
-        cache_bytes = _CPU_CACHE_BYTES
-    return min(cache_bytes, sum(v.size_bytes for v in traced.graph.values if v.reuses is None))
-
-
 class Bench:
     """Runs single ops of a trace on made-up data.
 
@@ -72,7 +63,10 @@ class Bench:
 
     def __init__(self, traced: Traced, resident: StateOf, budget_bytes: int | None = None) -> None:
         self.traced, self.resident, self.budget_bytes = traced, resident, budget_bytes
-        self.cache_bytes = _cache_bytes(traced)
+        on_cuda = traced.device.type == "cuda"
+        most_bytes = torch.cuda.get_device_properties(traced.device).L2_cache_size if on_cuda else _CPU_CACHE_BYTES
+        # To be written so that caches hold nothing of an op's operands. A small step may fit in them whole.
+        self.cache_bytes = min(int(most_bytes), sum(v.size_bytes for v in traced.graph.values if v.reuses is None))
         self._read = {v for op in traced.graph.ops for v in op.inputs}
         self._pool: list[torch.Tensor] = []  # arguments of the latest op
         self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
@@ -87,9 +81,13 @@ class Bench:
         if index in self.failed:
             return []
         args, kwargs = self._arguments(index)
-        something_else = torch.empty(
-            self._room_bytes(index, scratch_bytes), dtype=torch.uint8, device=self.traced.device
-        )
+        alone_bytes, room_bytes = self.traced.graph.op_bytes(index), self.cache_bytes
+        if self.budget_bytes is not None:
+            left_bytes = self.budget_bytes - self.traced.graph.resident_bytes - alone_bytes - scratch_bytes
+            room_bytes = max(0, min(room_bytes, left_bytes))
+        if alone_bytes > self.cache_bytes:  # the op itself reads and writes more than caches hold
+            room_bytes = 0
+        something_else = torch.empty(room_bytes, dtype=torch.uint8, device=self.traced.device)
         times = [first_s] if first_s > _LONG_S else []
         while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and (sum(times) < _ENOUGH_S or not agree(times))):
             something_else.fill_(1)
@@ -100,19 +98,6 @@ class Bench:
                     raise
                 return times or [first_s or estimate(self.traced).time_s[index]]
         return times
-
-    def _room_bytes(self, index: int, scratch_bytes: int) -> int:
-        """Bytes to write between runs of an op: what caches hold, as far as the budget has room.
-
-        None where the op itself reads and writes more than caches hold.
-        """
-        alone_bytes = self.traced.graph.op_bytes(index)
-        if alone_bytes > self.cache_bytes:
-            return 0
-        room_bytes = self.cache_bytes
-        if self.budget_bytes is not None:
-            room_bytes = self.budget_bytes - self.traced.graph.resident_bytes - alone_bytes - scratch_bytes
-        return max(0, min(self.cache_bytes, room_bytes))
 
     def first_runs(self, indices: Sequence[int]) -> tuple[list[int], list[float], list[Blocks]]:
         """Run each op once, and compare its result with the traced one.
@@ -125,7 +110,9 @@ class Bench:
         if self._other:
             raise Refusal(self._told, OtherResults(self._other))
         self.unsteady = {i for i in indices if self._tried(i, self._gives_other_bits, False)}
-        return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times, requests
+        values, ops = self.traced.graph.values, self.traced.graph.ops
+        new_bytes = [sum(values[v].size_bytes for v in ops[i].outputs if values[v].reuses is None) for i in indices]
+        return [max(0, peak - new) for new, peak in zip(new_bytes, peaks, strict=True)], times, requests
 
     def _gives_other_bits(self, index: int) -> bool:
         """Whether an op of which nobody knows how it computes gives other bits in a second run on the same values.
@@ -146,10 +133,6 @@ class Bench:
             seen = _seen_anew(args, kwargs)
             found.append([p for t in tensors_of(target(*seen[0], **seen[1])) for p in strided_parts(t)])
         return not all(same_bits(*pair) for pair in zip(*found, strict=True))
-
-    def _new_bytes(self, index: int) -> int:
-        values = self.traced.graph.values
-        return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
 
     def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
         """Run an op, and compare its result with the traced one. Gives the seconds and the result."""
@@ -180,13 +163,9 @@ class Bench:
     def _first_runs_cpu(self, indices: Sequence[int]) -> tuple[list[int], list[float], list[Blocks]]:
         """Peaks from the profiler's memory events, all ops in one session."""
         times = []
-
-        def time_s(index: int) -> float:
-            return self._first_run(index, *self._arguments(index))[0]
-
         with private.MemoryRecord() as record:
             for done, index in enumerate(indices):
-                times.append(self._tried(index, time_s, 0.0))
+                times.append(self._tried(index, lambda i: self._first_run(i, *self._arguments(i))[0], 0.0))
                 show_count("timing ops", done + 1, len(indices))
         memory = [(e.start_ns(), e.nbytes()) for e in record.events if e.name() == "[memory]"]
         marks = {

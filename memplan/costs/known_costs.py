@@ -96,12 +96,6 @@ class KnownCosts:
         doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
         self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid(), requests, unsteady)
 
-    def doubt(self, key: str) -> None:
-        """Let a later process measure an op once more, unless that has been done."""
-        if not self.facts[key].doubts:
-            self.facts[key] = dataclasses.replace(self.facts[key], doubts=1)
-            self.entered.add(key)
-
     def save(self) -> None:
         """Add what was entered to the file, beside what other processes have added since it was read."""
         if self.name is None:
@@ -125,12 +119,7 @@ def _entry(facts: OpFacts) -> list[object]:
 
 
 def _facts_of(
-    time_s: float,
-    scratch_bytes: int,
-    doubts: int = 0,
-    process: int = 0,
-    requests: Blocks = (),
-    unsteady: bool = False,
+    time_s: float, scratch_bytes: int, doubts: int = 0, process: int = 0, requests: Blocks = (), unsteady: bool = False
 ) -> OpFacts:
     """The facts of an entry on disk, which may be of an earlier version."""
     blocks = tuple((int(name), int(size_bytes)) for name, size_bytes in requests)
@@ -152,7 +141,9 @@ def doubt(traced: Traced) -> None:
     """Let the next plan measure the ops of a step again, once. The step takes much less than their costs say."""
     known = KnownCosts.read(traced.device)
     for key in {op.key for op in traced.graph.ops} & known.facts.keys():
-        known.doubt(key)
+        if not known.facts[key].doubts:
+            known.facts[key] = dataclasses.replace(known.facts[key], doubts=1)
+            known.entered.add(key)
     known.save()
 
 

@@ -82,9 +82,4 @@ def measure(
     facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
     source = "measured in part" if unknown else "measured"
     requests = tuple(f.requests for f in facts) if any(f.requests for f in facts) else ()
-    return Costs(
-        tuple(f.time_s for f in facts),
-        tuple(f.scratch_bytes for f in facts),
-        source,
-        requests,
-    )
+    return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), source, requests)

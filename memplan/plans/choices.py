@@ -104,19 +104,21 @@ def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
     for life in memory.lifetimes:
         if life.value is not None and life.end > life.begin:
             lives.setdefault(life.value, []).append(life)
-    last_forward, first_backward = _uses(memory)
+    ran = [(moment, graph.ops[step.op]) for moment, step in enumerate(memory.schedule) if isinstance(step, Compute)]
+    last_forward = {v: moment for moment, op in ran if moment < memory.boundary for v in (*op.inputs, *op.outputs)}
+    first_backward = {v: moment for moment, op in reversed(ran) if moment > memory.boundary for v in op.inputs}
     found = []
     for v, decision in decisions(graph, memory.schedule).items():
-        op, value = makers[v], graph.values[v]
-        assert op is not None
+        maker, value = makers[v], graph.values[v]
+        assert maker is not None
         again = [life.begin for life in lives.get(v, ())[1:]]
         begin, end = last_forward[v], again[0] if again else first_backward[v]
         between_s = max(0.0, begins_s[end] - begins_s[begin + 1])
-        missing = sum(not _is_there(graph, u, lives.get(u, ()), end) for u in graph.ops[op].inputs)
+        missing = sum(not _is_there(graph, u, lives.get(u, ()), end) for u in graph.ops[maker].inputs)
         found.append(
             Choice(
-                v, op, labels[v], value.tensor, decision, value.size_bytes, times_s[op], between_s,
-                begin < memory.peak_moment < end, _barred(graph, v, op), missing,
+                v, maker, labels[v], value.tensor, decision, value.size_bytes, times_s[maker], between_s,
+                begin < memory.peak_moment < end, _barred(graph, v, maker), missing,
                 between_s / begins_s[-1] if begins_s[-1] else 0.0,
             )
         )  # fmt: skip
@@ -153,21 +155,6 @@ def _span(numbers: Sequence[_Number], text: Callable[[_Number], str]) -> str:
     """The least and the most of some numbers."""
     low, high = text(min(numbers)), text(max(numbers))
     return low if low == high else f"{low} to {high}"
-
-
-def _uses(memory: StepMemory) -> tuple[dict[int, int], dict[int, int]]:
-    """The last moment of forward at which each value is made or read, and the first of backward at which it is read."""
-    last: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for moment, step in enumerate(memory.schedule):
-        if isinstance(step, Compute):
-            op = memory.problem.graph.ops[step.op]
-            if moment < memory.boundary:
-                last.update(dict.fromkeys((*op.inputs, *op.outputs), moment))
-            else:
-                for v in op.inputs:
-                    first.setdefault(v, moment)
-    return last, first
 
 
 def _is_there(graph: Graph, value: int, lives: Sequence[Lifetime], moment: int) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from memplan.plans.choices import TensorDecision, choices_of, reason_of
 from memplan.plans.labels import in_groups
 from memplan.plans.step_memory import StepMemory
-from memplan.problem.data import Value
 
 _LAYER = re.compile(r"(?P<stack>(?:[^.: ]+\.)*?)(?P<number>\d+)(?=[.:]|$)\.?(?P<rest>.*)")
 
@@ -64,11 +63,9 @@ class _TableEntry:
 def layer_tables(memory: StepMemory) -> tuple[LayerTable, ...]:
     """Tensors that forward makes for backward, and parameters that live elsewhere; the largest table first."""
     entries = [_entry(c.label, c.tensor, c.decision, c.size_bytes, reason_of((c,))) for c in choices_of(memory)]
-    entries += [
-        _entry(f"{v.name}: parameter", v.tensor, "offload", v.size_bytes, _whereabouts(v))
-        for v in memory.problem.graph.values
-        if v.fetched
-    ]
+    homes = {"host": "lives on the host, and is fetched to be read", "sharded": "sharded, and gathered to be read"}
+    fetched = [v for v in memory.problem.graph.values if v.fetched]
+    entries += [_entry(f"{v.name}: parameter", v.tensor, "offload", v.size_bytes, homes[v.home]) for v in fetched]
     tables = [_table(group) for group in in_groups(entries, lambda e: e.stack)]
     return tuple(sorted(tables, key=lambda table: -sum(row.size_bytes for row in table.rows)))
 
@@ -79,12 +76,6 @@ def _entry(label: str, tensor: str, decision: TensorDecision, size_bytes: int, r
         return _TableEntry("", "", label, tensor, decision, size_bytes, reason)
     rest = match["rest"].strip().removeprefix(": ")
     return _TableEntry(f"{match['stack']}*", match["number"], rest, tensor, decision, size_bytes, reason)
-
-
-def _whereabouts(value: Value) -> str:
-    return (
-        "lives on the host, and is fetched to be read" if value.home == "host" else "sharded, and gathered to be read"
-    )
 
 
 def _table(entries: list[_TableEntry]) -> LayerTable:

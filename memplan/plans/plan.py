@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 import networkx as nx
 
 from memplan.errors import InvalidPlanFile, or_raise
+from memplan.plans.choices import decisions
 from memplan.plans.figures import PlanFigures
-from memplan.plans.plan_graph import step_graph
 from memplan.plans.plan_html import html_text
 from memplan.plans.plan_text import report_text, summary
 from memplan.problem.data import Graph
@@ -88,7 +89,25 @@ class Plan(PlanFigures):
         that read it and from an op to the values that it writes. An edge with reuses=True runs from a value to the one
         that takes over its memory.
         """
-        return step_graph(self)
+        costs, decided = self.problem.costs, decisions(self.problem.graph, self.schedule)
+        runs = Counter(step.op for step in self.schedule if isinstance(step, Compute))
+        found = nx.DiGraph()
+        for index, value in enumerate(self.problem.graph.values):
+            found.add_node(
+                ("value", index), name=value.name, size_bytes=value.size_bytes, role=value.role, held=value.held,
+                decision=decided.get(index),
+            )  # fmt: skip
+            if value.reuses is not None:
+                found.add_edge(("value", value.reuses), ("value", index), reuses=True)
+        for index, op in enumerate(self.problem.graph.ops):
+            found.add_node(
+                ("op", index), name=op.name, kind=op.kind, phase=op.phase, layer=op.layer, random=op.random,
+                time_s=costs.time_s[index], scratch_bytes=costs.scratch_bytes[index], runs=runs[index],
+            )  # fmt: skip
+            found.add_edges_from((("value", v), ("op", index)) for v in op.inputs)
+            found.add_edges_from((("op", index), ("value", v)) for v in op.outputs)
+            found.add_edges_from((("op", index), ("value", effect.new)) for effect in op.effects)
+        return found
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, gzipped where it is large."""
@@ -105,16 +124,7 @@ class Plan(PlanFigures):
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """The contents of a plan file."""
-    return pack(_to_json(plan))
-
-
-def plan_from_bytes(data: bytes) -> Plan:
-    """A plan from the contents of a plan file. Raises InvalidPlanFile."""
-    return or_raise(read_checked("plan", lambda: _from_json(unpack(data))))
-
-
-def _to_json(plan: Plan) -> dict[str, Any]:
-    return {
+    content = {
         "format": _FORMAT,
         "version": _VERSION,
         "solver": plan.solver,
@@ -122,12 +132,14 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "floor_bytes": plan.floor_bytes,
         "floor_time_s": plan.floor_time_s,
         "truncated": plan.truncated,
-        "schedule": [_step_to_json(s) for s in plan.schedule],
-    } | problem_to_json(plan.problem)
+        "schedule": [[_NAMES_OF_STEPS[type(step)], *asdict(step).values()] for step in plan.schedule],
+    }
+    return pack(content | problem_to_json(plan.problem))
 
 
-def _step_to_json(step: Step) -> list[Any]:
-    return [_NAMES_OF_STEPS[type(step)], *asdict(step).values()]
+def plan_from_bytes(data: bytes) -> Plan:
+    """A plan from the contents of a plan file. Raises InvalidPlanFile."""
+    return or_raise(read_checked("plan", lambda: _from_json(unpack(data))))
 
 
 def _from_json(content: Any) -> Plan:

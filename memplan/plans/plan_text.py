@@ -58,6 +58,10 @@ def summary(plan: PlanFigures) -> str:
 
 def _headline(plan: PlanFigures) -> list[str]:
     problem = plan.problem
+    forgotten = not problem.knows_optimizer and not problem.extra_resident_bytes  # then the peak may lack its state
+    adamw_bytes = 2 * sum(v.size_bytes for v in problem.graph.values if v.role == "gradient")
+    adamw = f"AdamW would hold {format_bytes(adamw_bytes)} more. Pass optimizer= to plan for it"
+    margin = f"{plan.margin:.1%} of the peak: such steps held more, or ran out of memory"
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
     baseline = f"{plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)}"
     copied = f"{format_bytes(plan.offloaded_bytes)} a step, to {format_bytes(plan.host_bytes)} of host memory"
@@ -71,14 +75,10 @@ def _headline(plan: PlanFigures) -> list[str]:
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
-        *(
-            [f"margin            {plan.margin:.1%} of the peak: such steps held more, or ran out of memory"]
-            if plan.margin
-            else []
-        ),
+        *([f"margin            {margin}"] if plan.margin else []),
         f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
         *([f"reserved          {plan.reserved_text}"] if problem.requests is not None else []),
-        *_without_optimizer(plan),
+        *([f"  no optimizer was given: {adamw}"] if forgotten else []),
         f"  resident        {format_bytes(problem.resident_bytes)}"
         "  parameters, buffers, inputs, declared optimizer state",
         f"  activations     {format_bytes(plan.activation_peak_bytes)}  with gradients and kernel scratch",
@@ -169,13 +169,3 @@ def _row(size_bytes: int, what: str, name: str, tensor: str) -> str:
 
 def _more(count: int, sizes_bytes: Iterable[int]) -> list[str]:
     return [f"  {format_bytes(sum(sizes_bytes)):>10s}  in {count} more"] if count > 0 else []
-
-
-def _without_optimizer(plan: PlanFigures) -> list[str]:
-    """What the peak lacks where it may be that an optimizer was forgotten."""
-    if plan.problem.knows_optimizer or plan.problem.extra_resident_bytes:
-        return []
-    weights = sum(v.size_bytes for v in plan.problem.graph.values if v.role == "gradient")
-    return [
-        f"  no optimizer was given: AdamW would hold {format_bytes(2 * weights)} more. Pass optimizer= to plan for it",
-    ]

@@ -193,8 +193,7 @@ class _Replay:
             Lifetime(value, self.labels[value], kind, facts.size_bytes, moment, self._end, over, facts.tensor)
         )
 
-    def _finish(self, value: int, moment: int) -> int:
-        index = self._open.pop(value)
+    def _finish(self, index: int, moment: int) -> int:
         self._found[index] = replace(self._found[index], end=moment)
         return index
 
@@ -207,7 +206,7 @@ class _Replay:
             case Compute(op):
                 self._compute(op, moment)
             case Drop(value):
-                self._finish(value, moment)
+                self._finish(self._open.pop(value), moment)
             case Boundary():
                 for value in self._graph.tangents:
                     self._begin(value, "gradients", moment)
@@ -222,11 +221,9 @@ class _Replay:
                     Lifetime(None, name, "scratch", self._graph.rng_state_bytes, moment, self._end)
                 )  # fmt: skip
             case DropRng(op):
-                index = self._states.pop(op)
-                self._found[index] = replace(self._found[index], end=moment)
+                self._finish(self._states.pop(op), moment)
             case Wait(value) if value in self._thrown:
-                index = self._thrown.pop(value)
-                self._found[index] = replace(self._found[index], end=moment)
+                self._finish(self._thrown.pop(value), moment)
             case Offload() | Wait() | DropHost():
                 pass
 
@@ -244,9 +241,9 @@ class _Replay:
             elif value.reuses is None:
                 self._begin(v, kind, moment)
             elif not value.resident and v in self._open:
-                self._finish(value.reuses, moment)
+                self._finish(self._open.pop(value.reuses), moment)
             elif not value.resident:
-                self._begin(v, kind, moment, self._finish(value.reuses, moment - 1))
+                self._begin(v, kind, moment, self._finish(self._open.pop(value.reuses), moment - 1))
         self._add(f"scratch of {op.kind}", "scratch", self._problem.costs.scratch_bytes[index], moment, moment)
         if op.random and not first:
             self._add(f"generator state for {op.name}", "scratch", self._graph.rng_state_bytes, moment, moment)
@@ -259,7 +256,7 @@ class _Replay:
             if value.updates:
                 update_bytes = max(update_bytes, value.update_bytes - freed_bytes)
             if value.home != "host" and self._problem.frees_gradients:
-                self._finish(v, moment)
+                self._finish(self._open.pop(v), moment)
                 freed_bytes += value.size_bytes
         self._add("update of parameters", "optimizer", update_bytes, moment, moment)
 

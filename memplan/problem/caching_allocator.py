@@ -124,7 +124,9 @@ class CachingAllocator:
         if block is None:
             self.refused += 1
             return 0
-        self._split(block, size)
+        left = block.size_bytes - size
+        if left >= MIN_BLOCK_BYTES if small or self._expandable else left > SMALL_BYTES:  # `should_split`
+            pool.put(self._cut(block, size))
         block.free = False
         self._held[block.address] = block
         self.allocated_bytes += block.size_bytes
@@ -143,8 +145,7 @@ class CachingAllocator:
     def extend(self, size_bytes: int, stream: int) -> int:
         """The address of a new segment of this size for large blocks, which does not expand. It is free."""
         pool = self._pools.setdefault((stream, False), _Pool(small=False))
-        least_bytes = LARGE_SEGMENT_BYTES if size_bytes < MIN_OWN_SEGMENT_BYTES else size_bytes
-        segment_bytes = -(-least_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        segment_bytes = _large_segment_bytes(size_bytes)
         self._grow(segment_bytes)
         pool.put(block := _Chunk(self._place(segment_bytes), segment_bytes, pool))
         return block.address
@@ -190,21 +191,15 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _split(self, block: _Chunk, size: int) -> None:
-        """Split off what is left of a block, if that is worth it. (`should_split`, `alloc_found_block`)"""
-        left = block.size_bytes - size
-        if left >= MIN_BLOCK_BYTES if block.pool.small or self._expandable else left > SMALL_BYTES:
-            self._cut(block, size)
-            assert block.after is not None
-            block.pool.put(block.after)
-
-    def _cut(self, block: _Chunk, size: int) -> None:
+    def _cut(self, block: _Chunk, size: int) -> _Chunk:
+        """Shorten a block to this size; returns the rest, a block of its own. (`alloc_found_block`)"""
         rest = _Chunk(
             block.address + size, block.size_bytes - size, block.pool, True, block.mapped, block, block.after
         )  # fmt: skip
         if block.after is not None:
             block.after.before = rest
         block.size_bytes, block.after = size, rest
+        return rest
 
     def _merge(self, block: _Chunk) -> None:
         """Merge a block, which is in no pool, with neighbours that are free like it. (`try_merge_blocks`)"""
@@ -222,13 +217,8 @@ class CachingAllocator:
                 block.after.before = block
 
     def _reserve(self, pool: _Pool, size: int) -> _Chunk | None:
-        """A free block of new memory; None over the limit. (`alloc_block`, `get_allocation_size`)"""
-        if size <= SMALL_BYTES:
-            segment_bytes = SMALL_SEGMENT_BYTES
-        elif size < MIN_OWN_SEGMENT_BYTES:
-            segment_bytes = LARGE_SEGMENT_BYTES
-        else:
-            segment_bytes = -(-size // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        """A free block of new memory; None over the limit. (`alloc_block`)"""
+        segment_bytes = SMALL_SEGMENT_BYTES if pool.small else _large_segment_bytes(size)
         if self._limit is not None and self.reserved_bytes + segment_bytes > self._limit:
             return None
         if self._expandable:
@@ -274,9 +264,7 @@ class CachingAllocator:
         mapped_bytes = min(block.size_bytes, -(-size // pool.page_bytes) * pool.page_bytes)
         pool.take(block)
         if mapped_bytes < block.size_bytes:
-            self._cut(block, mapped_bytes)
-            assert block.after is not None
-            pool.put(block.after)
+            pool.put(self._cut(block, mapped_bytes))
         block.mapped = True
         self._merge(block)
         pool.put(block)
@@ -286,31 +274,31 @@ class CachingAllocator:
     def _unmap(self, block: _Chunk) -> None:
         """Unmap the whole pages of a free block. (`unmap_block`)"""
         pool, page = block.pool, block.pool.page_bytes
-        start = self._start(block)
+        first = block
+        while first.before is not None:
+            first = first.before
+        start = first.address  # of the segment
         begin = start + -(-(block.address - start) // page) * page
         end = start + (block.address + block.size_bytes - start) // page * page
         if begin >= end:
             return
         pool.take(block)
         if begin > block.address:
-            self._cut(block, begin - block.address)
+            rest = self._cut(block, begin - block.address)
             pool.put(block)
-            assert block.after is not None
-            block = block.after
+            block = rest
         if end < block.address + block.size_bytes:
-            self._cut(block, end - block.address)
-            assert block.after is not None
-            pool.put(block.after)
+            pool.put(self._cut(block, end - block.address))
         block.mapped = False
         self._grow(begin - end)
         self._merge(block)
         pool.put(block)
 
-    def _start(self, block: _Chunk) -> int:
-        """Where the block's segment begins."""
-        while block.before is not None:
-            block = block.before
-        return block.address
+
+def _large_segment_bytes(size_bytes: int) -> int:
+    """Bytes of a segment that is made for a large request of this size. (`get_allocation_size`)"""
+    least_bytes = LARGE_SEGMENT_BYTES if size_bytes < MIN_OWN_SEGMENT_BYTES else size_bytes
+    return -(-least_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
 
 
 def _growable_bytes(block: _Chunk) -> int:

@@ -28,37 +28,25 @@ from memplan.problem.data import (
 
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
+_UNSOUND = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, EOFError)
 _T = TypeVar("_T")
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """The problem as plain lists, dicts, strings and numbers."""
-    return {
-        "budget_bytes": problem.budget_bytes,
-        "extra_resident_bytes": problem.extra_resident_bytes,
-        "accumulate": problem.accumulate,
-        "takes_gradients": problem.takes_gradients,
-        "update_bytes": problem.update_bytes,
-        "extra_host_bytes": problem.extra_host_bytes,
-        "in_flight": problem.in_flight,
-        "host_update_s_per_byte": problem.host_update_s_per_byte,
-        "knows_optimizer": problem.knows_optimizer,
-        "requests": None if problem.requests is None else asdict(problem.requests),
-        "link": None if problem.link is None else asdict(problem.link),
-        "gather": None if problem.gather is None else asdict(problem.gather),
-        "costs": asdict(problem.costs),
-        "graph": {
-            "boundary": problem.graph.boundary,
-            "rng_state_bytes": problem.graph.rng_state_bytes,
-            "values": [asdict(v) for v in problem.graph.values],
-            "ops": [asdict(op) for op in problem.graph.ops],
-        },
-    }
+    """The problem as plain tuples, dicts, strings and numbers."""
+    return asdict(problem)
 
 
 def problem_from_json(content: dict[str, Any]) -> Problem:
     """The problem in such a dict. Raises InvalidPlanFile, or what `read_checked` turns into it."""
-    graph = _read_graph(Reader.typed(content, "graph", dict))
+    graph, in_flight = _read_graph(Reader.typed(content, "graph", dict)), content["in_flight"]
+    if type(in_flight) is not int or in_flight < 1:
+        raise InvalidPlanFile(f"'in_flight' is {in_flight!r}, expected an integer of 1 or more")
+    link, gather = _read_speeds(content["link"], Link), _read_speeds(content["gather"], GatherSpeed)
+    if link is not None and not (link.to_host_bytes_per_s and link.to_device_bytes_per_s):
+        raise InvalidPlanFile("a link of no bytes per second")
+    if gather is not None and not gather.bytes_per_s:
+        raise InvalidPlanFile("gathers of no bytes per second")
     return Problem(
         graph,
         _read_costs(Reader.typed(content, "costs", dict), graph),
@@ -66,10 +54,10 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "extra_resident_bytes", int),
         Reader.typed(content, "accumulate", bool),
         Reader.typed(content, "update_bytes", int),
-        _read_link(content["link"]),
+        link,
         Reader.typed(content, "extra_host_bytes", int),
-        _read_in_flight(content["in_flight"]),
-        _read_gather(content["gather"]),
+        in_flight,
+        gather,
         Reader.typed(content, "takes_gradients", bool),
         Reader.typed(content, "host_update_s_per_byte", float),
         Reader.typed({"knows_optimizer": False} | content, "knows_optimizer", bool),  # older files do not say
@@ -85,41 +73,26 @@ def pack(content: dict[str, Any], gzipped: bool = False) -> bytes:
 
 def unpack(data: bytes) -> Any:
     """What `pack` packed. Raises InvalidPlanFile, or what `read_checked` turns into it."""
-    return json.loads(_gunzip(data) if data[:2] == b"\x1f\x8b" else data)
-
-
-def _gunzip(data: bytes) -> bytes:
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            content = file.read(_MOST_BYTES + 1)
-    except zlib.error as error:
-        raise InvalidPlanFile(f"the file is damaged: {error}") from error
-    if len(content) > _MOST_BYTES:
-        raise InvalidPlanFile("the file unpacks to more than 1 GiB")
-    return content
+    if data[:2] == b"\x1f\x8b":
+        try:
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+                data = file.read(_MOST_BYTES + 1)
+        except zlib.error as error:
+            raise InvalidPlanFile(f"the file is damaged: {error}") from error
+        if len(data) > _MOST_BYTES:
+            raise InvalidPlanFile("the file unpacks to more than 1 GiB")
+    return json.loads(data)
 
 
 def read_checked(what: str, read: Callable[[], _T]) -> _T | InvalidPlanFile:
     """What `read` gives, or what is wrong with the content. An unreadable file stays an OSError."""
     try:
         return read()
-    except (
-        InvalidPlanFile,
-        IllegalSchedule,
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        gzip.BadGzipFile,
-        EOFError,
-    ) as error:
-        if isinstance(error, InvalidPlanFile):
-            return error
-        if isinstance(error, IllegalSchedule):
-            return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+    except InvalidPlanFile as error:
+        return error
+    except IllegalSchedule as error:
+        return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+    except (*_UNSOUND, gzip.BadGzipFile) as error:
         return InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again")
 
 
@@ -203,28 +176,10 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     return graph
 
 
-def _read_in_flight(content: Any) -> int:
-    if type(content) is not int or content < 1:
-        raise InvalidPlanFile(f"'in_flight' is {content!r}, expected an integer of 1 or more")
-    return content
-
-
-def _read_link(content: Any) -> Link | None:
-    if content is None:
-        return None
-    link = Link(*(Reader.typed(content, field.name, float) for field in fields(Link)))
-    if not link.to_host_bytes_per_s or not link.to_device_bytes_per_s:
-        raise InvalidPlanFile("a link of no bytes per second")
-    return link
-
-
-def _read_gather(content: Any) -> GatherSpeed | None:
-    if content is None:
-        return None
-    gather = GatherSpeed(*(Reader.typed(content, field.name, float) for field in fields(GatherSpeed)))
-    if not gather.bytes_per_s:
-        raise InvalidPlanFile("gathers of no bytes per second")
-    return gather
+def _read_speeds(content: Any, kind: type[_T]) -> _T | None:
+    """A `Link` or a `GatherSpeed`."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    return None if content is None else kind(*(Reader.typed(content, name, float) for name in names))
 
 
 def _read_requests(content: Any) -> Requests | None:

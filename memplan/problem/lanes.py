@@ -41,17 +41,20 @@ class Lanes:
 
     - time_s: now.
     - stall_s: of that, what was spent waiting.
+    - spans: where what takes a while is noted, if anywhere.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, spans: list[LaneSpan] | None = None) -> None:
+        self.problem, self.spans = problem, spans
         self.time_s = self.stall_s = 0.0
         self._free_s: dict[CopyDirection, float] = {"out": 0.0, "in": 0.0, "network": 0.0}
         self._updated_s = 0.0  # when the CPU is done with updates
 
     def compute(self, op: int) -> None:
         """Run an op."""
+        begin_s = self.time_s
         self.time_s += self.problem.costs.time_s[op]
+        self._note("compute", op, begin_s, self.time_s)
 
     def copy(self, value: int, direction: CopyDirection) -> float:
         """Begin to copy a value, and give when the copy will be done.
@@ -74,20 +77,24 @@ class Lanes:
 
     def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
         """Take a lane from when it is free. Gives when that ends. value: which `LaneSpan.index` names."""
-        end_s = max(self.time_s, self._free_s[lane]) + latency_s + length_s
-        self._free_s[lane] = end_s
+        begin_s = max(self.time_s, self._free_s[lane])
+        self._free_s[lane] = end_s = begin_s + latency_s + length_s
+        self._note(lane, value, begin_s, end_s)
         return end_s
 
     def wait(self, end_s: float) -> None:
         """Compute nothing before `end_s`."""
-        self.stall_s += max(0.0, end_s - self.time_s)
-        self.time_s = max(self.time_s, end_s)
+        if end_s > self.time_s:
+            self.stall_s += end_s - self.time_s
+            self._note("stall", -1, self.time_s, end_s)
+            self.time_s = end_s
 
     def update(self, gradient: int) -> None:
         """Let the CPU update the parameter of a gradient on the host, once it is done with the updates before."""
         begin_s = max(self.time_s, self._updated_s)
         size_bytes = self.problem.graph.values[gradient].size_bytes
         self._updated_s = begin_s + size_bytes * self.problem.host_update_s_per_byte
+        self._note("update", gradient, begin_s, self._updated_s)
 
     def finish(self) -> None:
         """End the step when the CPU is done, with what it updates after the step as well."""
@@ -96,6 +103,10 @@ class Lanes:
             if value.role == "gradient" and value.home == "host" and not value.updates:
                 self.update(index)
         self.wait(self._updated_s)
+
+    def _note(self, lane: Lane, index: int, begin_s: float, end_s: float) -> None:
+        if self.spans is not None:
+            self.spans.append(LaneSpan(lane, index, begin_s, end_s))
 
 
 def direction_of(problem: Problem, value: int) -> CopyDirection:
@@ -127,43 +138,14 @@ def spans_of(problem: Problem, schedule: Schedule) -> tuple[tuple[float, ...], t
 
     Where several are in flight, this is one of them by itself.
     """
-    lanes, arriving, begins = _RecordedLanes(problem), dict[int, float](), []
+    spans: list[LaneSpan] = []
+    lanes, arriving, begins = Lanes(problem, spans), dict[int, float](), []
     for step in schedule:
         begins.append(lanes.time_s)
         _run(lanes, (step,), arriving)
     begins.append(lanes.time_s)
     lanes.finish()
-    return tuple(begins), tuple(lanes.spans)
-
-
-class _RecordedLanes(Lanes):
-    """Lanes that note what takes how long."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self.spans: list[LaneSpan] = []
-
-    def compute(self, op: int) -> None:
-        begin_s = self.time_s
-        super().compute(op)
-        self.spans.append(LaneSpan("compute", op, begin_s, self.time_s))
-
-    def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
-        begin_s = max(self.time_s, self._free_s[lane])
-        end_s = super()._occupy(lane, value, latency_s, length_s)
-        self.spans.append(LaneSpan(lane, value, begin_s, end_s))
-        return end_s
-
-    def wait(self, end_s: float) -> None:
-        begin_s = self.time_s
-        super().wait(end_s)
-        if self.time_s > begin_s:
-            self.spans.append(LaneSpan("stall", -1, begin_s, self.time_s))
-
-    def update(self, gradient: int) -> None:
-        begin_s = max(self.time_s, self._updated_s)
-        super().update(gradient)
-        self.spans.append(LaneSpan("update", gradient, begin_s, self._updated_s))
+    return tuple(begins), tuple(spans)
 
 
 def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:

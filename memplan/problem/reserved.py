@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
-from memplan.problem.data import Problem
+from memplan.problem.data import Problem, Requests
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
@@ -83,15 +82,10 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     if min(reserved) >= _WORTH_IT * reserved_bytes(problem, schedule, expandable):
         return None
     steering = candidates[reserved.index(min(reserved))]
-    with_plugs, without = (_allocated_bytes(problem, schedule, expandable, one) for one in (steering, None))
-    return dataclasses.replace(steering, plugged_bytes=with_plugs - without)
-
-
-def _allocated_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None) -> int:
-    """The most that is allocated in a step before the optimizer's, plugs included."""
-    heap = _Heap(CachingAllocator(expandable), steering)
-    _run_microbatches(_Loop(problem, schedule, heap))
-    return heap.peak_bytes
+    heaps = [_Heap(CachingAllocator(expandable), one) for one in (steering, None)]
+    for heap in heaps:  # in a step before the optimizer's
+        _run_microbatches(_Loop(problem, schedule, heap))
+    return dataclasses.replace(steering, plugged_bytes=heaps[0].peak_bytes - heaps[1].peak_bytes)
 
 
 def _run_microbatches(loop: _Loop) -> None:
@@ -121,22 +115,6 @@ def _makers_of_outputs(problem: Problem) -> frozenset[int]:
     return frozenset(found)
 
 
-class _Allocator(Protocol):
-    """Who gets the requests of a loop."""
-
-    def begin(self, number: int) -> None:
-        """A microbatch begins: the first since the optimizer's step, 0, or a further one."""
-
-    def step(self, index: int | None, op: int | None) -> None:
-        """The next requests are those of a step of the schedule, and of this op; None: of the caller."""
-
-    def allocate(self, size_bytes: int) -> int:
-        """A name of a new block; 0 for 0 bytes."""
-
-    def free(self, address: int) -> None:
-        """Free a block; 0 is none."""
-
-
 class _Heap:
     """PyTorch's allocator, with an arena where there is one. Its pool is like one of another stream.
 
@@ -155,6 +133,7 @@ class _Heap:
         self._plugs: dict[int, int] = {}  # addresses by offset
 
     def begin(self, number: int) -> None:
+        """A microbatch begins: the first since the optimizer's step, 0, or a further one."""
         for address in self._plugs.values():
             self._allocator.free(address)
         self._plugs.clear()
@@ -162,6 +141,7 @@ class _Heap:
             self._moves = self._steering.moves[min(number, len(self._steering.moves) - 1)]
 
     def step(self, index: int | None, op: int | None) -> None:
+        """The next requests are those of a step of the schedule, and of this op; None: of the caller."""
         self._pool = 0
         if self._steering is None or index is None:
             return
@@ -174,16 +154,18 @@ class _Heap:
         self._pool = 0 if op in self._steering.outside else _ARENA
 
     def allocate(self, size_bytes: int) -> int:
+        """A name of a new block; 0 for 0 bytes."""
         address = self._allocator.allocate(size_bytes, self._pool)
         self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes)
         return address
 
     def free(self, address: int) -> None:
+        """Free a block; 0 is none."""
         self._allocator.free(address)
 
 
 class _Trace:
-    """Notes what microbatches ask an arena for."""
+    """Notes what microbatches ask an arena for. It takes the place of a `_Heap`."""
 
     def __init__(self, outside: frozenset[int]) -> None:
         self.microbatches: list[list[Moment]] = []
@@ -234,14 +216,13 @@ class _Loop:
     """
 
     def __init__(
-        self, problem: Problem, schedule: Schedule, allocator: _Allocator, dropped: Collection[int] = ()
+        self, problem: Problem, schedule: Schedule, allocator: _Heap | _Trace, dropped: Collection[int] = ()
     ) -> None:
         self.problem, self.graph, self.allocator, self.dropped = problem, problem.graph, allocator, dropped
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
-        requests = problem.requests
-        self.update_requests = () if requests is None else requests.update
-        self.state = {} if requests is None else requests.state
+        requests = problem.requests or Requests()
+        self.update_requests, self.state = requests.update, requests.state
         updated = Counter(v.size_bytes for v in self.graph.values if v.updates and v.home == "device")
         states = Counter(self.state.values())
         self.state_count = {size: states[size] // count for size, count in updated.items()}
@@ -253,10 +234,9 @@ class _Loop:
             for value in self.graph.values:
                 if value.role == role and value.home == "device" and value.reuses is None:
                     allocator.allocate(value.size_bytes)
-        known_bytes = 0 if requests is None else requests.held_bytes
-        allocator.allocate(max(0, problem.extra_resident_bytes - known_bytes))  # an engine's
+        allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
         self.left = self.inputs()  # the sample's
-        for size_bytes in () if requests is None else requests.workspaces:
+        for size_bytes in requests.workspaces:
             allocator.allocate(size_bytes)
 
     def inputs(self) -> list[int]:

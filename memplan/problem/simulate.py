@@ -143,32 +143,34 @@ class _Machine:
         return among[index]
 
     def run(self, step: Step) -> None:
+        most_bytes = self.live_bytes + self.rng_bytes
         match step:
             case Compute(op):
-                peak = self._compute(self._indexed(op, self.graph.ops, "op"), op)
+                most_bytes = self._compute(self._indexed(op, self.graph.ops, "op"), op)
             case Drop(value):
-                peak = self._drop(value)
+                self._drop(value)
             case SaveRng(op):
-                peak = self._save_rng(op)
+                self._save_rng(op)
             case DropRng(op):
-                peak = self._drop_rng(op)
+                self._drop_rng(op)
             case Boundary():
-                peak = self._cross_boundary()
+                self._cross_boundary()
             case SurfaceGrads(values):
-                peak = self._surface(values)
+                most_bytes = self._surface(values)
             case Stay(value):
-                peak = self._stay(value)
+                self._stay(value)
             case Offload(value):
-                peak = self._offload(value)
+                self._offload(value)
             case Prefetch(value):
-                peak = self._prefetch(value)
+                self._prefetch(value)
             case Wait(value):
-                peak = self._wait(value)
+                self._wait(value)
             case DropHost(value):
-                peak = self._drop_host(value)
+                self._drop_host(value)
+        self.live_peak = max(self.live_peak, self.live_bytes)
         self.host_after.append(self.host_bytes)
-        self.during.append(peak)
         self.after.append(self.live_bytes + self.rng_bytes)
+        self.during.append(max(most_bytes, self.after[-1]))
 
     def _compute(self, op: Op, index: int) -> int:
         values, live = self.graph.values, self.live
@@ -252,7 +254,7 @@ class _Machine:
             return f"{op.name} reads {name}, which has been overwritten"
         return f"{op.name} reads {name}, which is not live"
 
-    def _drop(self, index: int) -> int:
+    def _drop(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if (value.resident and not value.fetched) or value.held or value.role == "tangent":
             raise self._illegal(f"{value.name} is held from outside and can't be dropped")
@@ -260,12 +262,10 @@ class _Machine:
             raise self._illegal(f"{value.name} is dropped but not live")
         if index in self.copying or self.sent[index]:
             raise self._illegal(f"{value.name} is dropped while it is being copied")
-        peak = self.live_bytes + self.rng_bytes
         self.live[index] = False
         self.live_bytes -= value.size_bytes
-        return peak
 
-    def _save_rng(self, index: int) -> int:
+    def _save_rng(self, index: int) -> None:
         op = self._indexed(index, self.graph.ops, "op")
         if not op.random or self.runs[index] or index in self.saved_rng:
             raise self._illegal(f"{op.name}: only a random op that has not run yet needs a generator state, and one")
@@ -273,18 +273,15 @@ class _Machine:
             raise self._illegal(f"{op.name} is not the next random op, so this is not its generator state")
         self.saved_rng.add(index)
         self.rng_bytes += self.graph.rng_state_bytes
-        return self.live_bytes + self.rng_bytes
 
-    def _drop_rng(self, index: int) -> int:
+    def _drop_rng(self, index: int) -> None:
         op = self._indexed(index, self.graph.ops, "op")
         if index not in self.saved_rng:
             raise self._illegal(f"no generator state is kept for {op.name}")
-        peak = self.live_bytes + self.rng_bytes
         self.saved_rng.remove(index)
         self.rng_bytes -= self.graph.rng_state_bytes
-        return peak
 
-    def _cross_boundary(self) -> int:
+    def _cross_boundary(self) -> None:
         if self.in_backward:
             raise self._illegal("the boundary is crossed twice")
         if any(copy.op is not None for copy in self.copying.values()):
@@ -300,10 +297,9 @@ class _Machine:
         for v in self.graph.tangents:
             self.live[v] = True
             self.live_bytes += self.graph.values[v].size_bytes
-        self.live_peak = max(self.live_peak, self.live_bytes)
-        return self.live_bytes + self.rng_bytes
 
     def _surface(self, values: tuple[int, ...]) -> int:
+        """Hand gradients over. Gives what their updates need at most, with what is there then."""
         peak = self.live_bytes + self.rng_bytes
         for index in values:
             value = self._indexed(index, self.graph.values, "value")
@@ -334,7 +330,7 @@ class _Machine:
             self.changed.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
 
-    def _stay(self, index: int) -> int:
+    def _stay(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if not value.lasting or value.home != "host" or self.problem.in_flight > 1:
             raise self._illegal(f"{value.name} can't stay on the device between steps")
@@ -343,12 +339,10 @@ class _Machine:
         self.staying.add(index)
         self.live[index] = True
         self.live_bytes += value.size_bytes
-        self.live_peak = max(self.live_peak, self.live_bytes)
-        return self.live_bytes + self.rng_bytes
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
-    def _offload(self, index: int) -> int:
+    def _offload(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if not self.live[index] or self.elsewhere[index] or index in self.copying:
             raise self._illegal(
@@ -360,9 +354,8 @@ class _Machine:
         self.host_bytes += value.size_bytes
         self.host_peak = max(self.host_peak, self.host_bytes)
         self._begin(index, "out")
-        return self.live_bytes + self.rng_bytes
 
-    def _prefetch(self, index: int) -> int:
+    def _prefetch(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if self.live[index] or not self.elsewhere[index] or index in self.copying:
             raise self._illegal(
@@ -372,9 +365,7 @@ class _Machine:
             raise self._illegal(f"{value.name} can't be fetched: its gradient has been handed over")
         self.live[index] = True
         self.live_bytes += value.size_bytes
-        self.live_peak = max(self.live_peak, self.live_bytes)
         self._begin(index, direction_of(self.problem, index))
-        return self.live_bytes + self.rng_bytes
 
     def _begin(self, index: int, direction: CopyDirection) -> None:
         if direction == "network" and self.problem.gather is None:
@@ -383,7 +374,7 @@ class _Machine:
             raise self._illegal("the problem has no link to host memory")
         self.copying[index] = _Copy(direction, self.lanes.copy(index, direction))
 
-    def _wait(self, index: int) -> int:
+    def _wait(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if index not in self.copying:
             raise self._illegal(f"{value.name} is waited for, but is not being copied")
@@ -391,9 +382,8 @@ class _Machine:
         self.sent.subtract(() if copy.op is None else copy.op.inputs)
         self.live_bytes -= copy.thrown_bytes
         self.lanes.wait(copy.end_s)
-        return self.live_bytes + copy.thrown_bytes + self.rng_bytes
 
-    def _drop_host(self, index: int) -> int:
+    def _drop_host(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if not self.elsewhere[index] or index in self.copying:
             raise self._illegal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
@@ -401,7 +391,6 @@ class _Machine:
             raise self._illegal(f"{value.name} does not live on the device and can't be freed elsewhere")
         self.elsewhere[index] = False
         self.host_bytes -= value.size_bytes
-        return self.live_bytes + self.rng_bytes
 
     def finish(self) -> None:
         if not self.in_backward:

@@ -100,7 +100,8 @@ def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool) -> list[Lea
     blocks = _live_ranges([moment for moments in microbatches for moment in moments])
     if not blocks:
         return [Lead(0, 0, tuple({} for _ in microbatches), frozenset())]
-    bound_bytes, kept_bytes = most_alive(blocks.values()), _kept_bytes(microbatches[0])
+    bound_bytes, events = most_alive(blocks.values()), {event for _, events in microbatches[0] for event in events}
+    kept_bytes = sum(e.size_bytes for e in events if isinstance(e, Request) and Release(e.name) not in events)
     found: list[Lead] = []
     tried = set[tuple[int, ...]]()
     for unit, enough in _PACKINGS:
@@ -124,17 +125,6 @@ def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool) -> list[Lea
             break
     whole = [one for one in found if not one.missed][:1]
     return whole + [found[0]] * bool(found[0].missed)
-
-
-def _kept_bytes(moments: Iterable[Moment]) -> int:
-    """Bytes of blocks that moments leave behind."""
-    live: dict[int, int] = {}
-    for event in (event for _, events in moments for event in events):
-        if isinstance(event, Request):
-            live[event.name] = event.size_bytes
-        else:
-            live.pop(event.name, None)
-    return sum(live.values())
 
 
 def _live_ranges(moments: Iterable[Moment]) -> dict[int, LiveRange]:
@@ -304,8 +294,7 @@ class _Leader:
         """Whether a block may go to another place than its own, because it is gone when the step is done."""
         if offset is None or Release(request.name) not in later:
             return False
-        there = [r for r in later if isinstance(r, Request) and self._meets(offset, request.size_bytes, r)]
-        return not there
+        return not any(isinstance(r, Request) and self._meets(offset, request.size_bytes, r) for r in later)
 
     def _plugs(self, begin: _Holes, holes: _Holes, wrong: Request, requests: Sequence[Request]) -> list[Move] | None:
         """Moves that bring a request nearer to its place; none, but other places; None where nothing helps.

@@ -23,7 +23,7 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.chain.baselines import baselines
+from memplan.solvers.chain.expand import baselines
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import memplan
-from memplan.plans.page_data import page_data
-from memplan.plans.plan_html import html_text
+from memplan.plans.plan_html import html_text, page_data
 from memplan.plans.step_memory import KINDS, planned_memory
 from tests.support.browser import browser, opened
 from tests.support.zoo import MODELS

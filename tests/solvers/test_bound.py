@@ -22,7 +22,7 @@ from memplan.solvers import lower_bound, solve_front
 from memplan.solvers.bounds.dual import ascend, bound_line
 from memplan.solvers.bounds.lower_bound import backward_bytes, bound_of
 from memplan.solvers.bounds.moments import MomentProgram, program_of, step_of
-from memplan.solvers.bounds.seeds import saved_of_moments
+from memplan.solvers.front.methods import saved_of_moments
 from memplan.solvers.orders.flat import Flat, flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order

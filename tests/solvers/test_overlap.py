@@ -14,10 +14,11 @@ from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Boundary, Compute, Drop, Schedule, Wait, schedule_of
 from memplan.problem.simulate import simulate
-from memplan.solvers.chain.baselines import baselines, keep_all
+from memplan.solvers.chain.expand import baselines
 from memplan.solvers.offload.overlap import overlapped
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import replay
+from memplan.solvers.orders.sketch import keep_all
 from tests.support.parameters import examples
 from tests.support.random_graphs import fsdp_like, random_problems
 

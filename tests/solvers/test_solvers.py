@@ -19,8 +19,7 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.chain.baselines import baselines, keep_all
-from memplan.solvers.chain.expand import expand, solved_chain
+from memplan.solvers.chain.expand import baselines, expand, solved_chain
 from memplan.solvers.chain.options import cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
@@ -29,6 +28,7 @@ from memplan.solvers.numeric.jit import _tell_of_no_cache, digest_of_imports, ke
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
+from memplan.solvers.orders.sketch import keep_all
 from memplan.solvers.search.exchange import exchange
 from memplan.solvers.search.neighbourhood import search_neighbours
 from tests.support.configs import with_figures

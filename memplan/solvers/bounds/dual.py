@@ -75,23 +75,16 @@ def ascend(program: MomentProgram, budget_bytes: int, rounds: int, before: Look 
 
 
 @kernel
-def _reduced(p: MomentProgram, weight: Floats, rows: Floats, prices: Floats, out: Floats) -> None:
-    """Cost of each column less what its rows pay for it."""
-    for j in range(len(out)):
-        out[j] = p.cost[j]
-        if p.moment[j] >= 0:
-            out[j] += prices[p.moment[j]] * weight[j]
-    for i in range(len(rows)):
-        out[p.left[i]] -= rows[i]
-        out[p.right[i]] -= rows[i]
-        out[p.needs[i]] += rows[i]
-
-
-@kernel
 def _bound(p: MomentProgram, weight: Floats, rows: Floats, prices: Floats) -> tuple[float, float]:
     """(bound without the prices of room, sum of the terms' sizes)."""
-    reduced = np.empty(len(p.cost))
-    _reduced(p, weight, rows, prices, reduced)
+    reduced = p.cost.copy()  # less what its rows pay for each column
+    for j in range(len(reduced)):
+        if p.moment[j] >= 0:
+            reduced[j] += prices[p.moment[j]] * weight[j]
+    for i in range(len(rows)):
+        reduced[p.left[i]] -= rows[i]
+        reduced[p.right[i]] -= rows[i]
+        reduced[p.needs[i]] += rows[i]
     total = 0.0
     size = 0.0
     for i in range(len(rows)):

@@ -28,19 +28,11 @@ import numpy as np
 from memplan.problem.data import Problem
 from memplan.solvers.bounds.dual import BoundLine, Look, ascend
 from memplan.solvers.bounds.mincut import saved_sets
-from memplan.solvers.bounds.moments import MomentProgram, StepMoments, program_of, step_of
+from memplan.solvers.bounds.moments import MomentProgram, StepMoments, asked, overtaken, program_of, step_of
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 
-_SPREAD = (
-    0.8,
-    0.65,
-    0.5,
-    0.38,
-    0.26,
-    0.15,
-    0.06,
-    0.012,
-)  # budgets tried, as shares of the way from the floor to the peak
+# Budgets tried, as shares of the way from the floor to the peak.
+_SPREAD = (0.8, 0.65, 0.5, 0.38, 0.26, 0.15, 0.06, 0.012)
 _JOINT = 5  # moments of one programme at most
 _LOOK_ROUNDS = 250  # rounds that judge a set of moments
 _LAST_ROUNDS, _MOST_ROUNDS = 300, 2000  # more for the sets that are taken, and for those of short steps
@@ -70,7 +62,7 @@ class Bound:
     - baseline_s: every op once.
     - floor_bytes: no schedule peaks below it.
     - lines: seconds beyond the baseline.
-    - guides: to schedules, for some budgets (`seeds`).
+    - guides: to schedules, for some budgets (`saved_of_moments`).
     """
 
     baseline_s: float
@@ -172,8 +164,10 @@ class _BoundSearch:
                 continue
             found_s = self._look(trial, budget_bytes).at(budget_bytes)
             if found_s > best_s + self.least_gain_s:
-                best_s = found_s
-                self.chosen = self._thinned(trial, budget_bytes)
+                best_s, self.chosen = found_s, trial
+                if len(trial) > _JOINT:  # without the one that matters least
+                    fewer = [tuple(m for m in trial if m != b) for b in trial]
+                    self.chosen = max(fewer, key=lambda rest: self._look(rest, budget_bytes).at(budget_bytes))
                 continue
             failures += 1
             if failures == _FAILURES and not thorough:
@@ -189,20 +183,10 @@ class _BoundSearch:
                 if moments:
                     self._look(moments, budget_bytes, rounds)
                 if moments and moments == sets[i]:
-                    guides.append(self._guide(moments, budget_bytes))
+                    program, columns = self.programs[moments], self.looks[moments].columns
+                    first = np.nonzero(program.moment == 0)[0]
+                    guides.append(Guide(budget_bytes, self.first + moments[0], program.value[first], columns[first]))
         return tuple(guides)
-
-    def _guide(self, moments: tuple[int, ...], budget_bytes: int) -> Guide:
-        program, columns = self.programs[moments], self.looks[moments].columns
-        first = np.nonzero(program.moment == 0)[0]
-        return Guide(budget_bytes, self.first + moments[0], program.value[first], columns[first])
-
-    def _thinned(self, moments: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
-        """The moments without the one that matters least, where there are too many."""
-        if len(moments) <= _JOINT:
-            return moments
-        fewer = [tuple(m for m in moments if m != b) for b in moments]
-        return max(fewer, key=lambda rest: self._look(rest, budget_bytes).at(budget_bytes))
 
     def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = 0) -> BoundLine:
         """A look from nothing, so that looks can be compared; with `rounds`, from where the last one stopped."""
@@ -269,12 +253,9 @@ def needed_after(flat: Flat, first: int) -> frozenset[int]:
 
     What `first` itself overwrites is left out too: its memory counts as that of the op's output.
     """
-    a = flat.arrays
-    taken = {int(a.taken[v]) for v in flat.makes[first]} if first < flat.op_count else set()
-    return frozenset(
-        v for op in range(first, flat.op_count) for v in flat.reads[op]
-        if 0 <= a.producer[v] < a.boundary and not a.held[v] and v not in taken
-    )  # fmt: skip
+    read = asked(flat, range(first, flat.op_count))
+    read[overtaken(flat, first) if first < flat.op_count else []] = False
+    return frozenset(np.nonzero(read)[0].tolist())
 
 
 def backward_bytes(flat: Flat) -> Ints:

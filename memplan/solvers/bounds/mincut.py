@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.solvers.numeric.jit import kernel
-from memplan.solvers.orders.flat import Flags, Flat, Ints
+from memplan.solvers.numeric.max_flow import LEFT, LEVEL, SOURCE, TARGET, max_flow, network_of
+from memplan.solvers.orders.flat import Flat, Ints
 
 _TICK_S = 1e-12
 _NEVER = 1 << 58
@@ -36,86 +36,17 @@ class SavedSet:
     line_s: float
 
 
-@kernel
-def _levels(head: Ints, after: Ints, target: Ints, room: Ints, level: Ints, queue: Ints) -> bool:
-    level[:] = -1
-    level[0] = 0
-    queue[0] = 0
-    first, last = 0, 1
-    while first < last:
-        node = queue[first]
-        first += 1
-        edge = head[node]
-        while edge >= 0:
-            if room[edge] > 0 and level[target[edge]] < 0:
-                level[target[edge]] = level[node] + 1
-                queue[last] = target[edge]
-                last += 1
-            edge = after[edge]
-    return bool(level[1] >= 0)
-
-
-@kernel
-def _max_flow(nodes: int, source: Ints, target: Ints, room: Ints) -> tuple[int, Flags]:
-    """Dinic's algorithm from node 0 to node 1. Edge 2k+1 is the reverse of edge 2k. Returns flow and source side."""
-    edges = len(target)
-    head = np.full(nodes, -1, dtype=np.int64)
-    after = np.full(edges, -1, dtype=np.int64)
-    for e in range(edges):
-        after[e] = head[source[e]]
-        head[source[e]] = e
-    level = np.empty(nodes, dtype=np.int64)
-    queue = np.empty(nodes, dtype=np.int64)
-    path = np.empty(nodes + 1, dtype=np.int64)
-    flow = 0
-    while _levels(head, after, target, room, level, queue):
-        cursor = head.copy()
-        depth = 0
-        node = 0
-        while True:
-            if node == 1:
-                push = room[path[0]]
-                for i in range(1, depth):
-                    push = min(push, room[path[i]])
-                flow += push
-                back = depth
-                for i in range(depth - 1, -1, -1):
-                    room[path[i]] -= push
-                    room[path[i] ^ 1] += push
-                    if room[path[i]] == 0:
-                        back = i
-                depth = back
-                node = source[path[depth]]
-                continue
-            edge = cursor[node]
-            while edge >= 0 and not (room[edge] > 0 and level[target[edge]] == level[node] + 1):
-                edge = after[edge]
-            cursor[node] = edge
-            if edge >= 0:
-                path[depth] = edge
-                depth += 1
-                node = target[edge]
-            elif depth > 0:
-                level[node] = -1
-                depth -= 1
-                node = source[path[depth]]
-            else:
-                break
-    return flow, level >= 0
-
-
 @dataclass(frozen=True, slots=True)
 class _Network:
     """Edges of the cut; the room of an edge is ticks + price * bytes.
 
-    - source, target: of edges and their reverses, alternating.
-    - fixed, priced: ticks and bytes of each edge.
-    - values: by edge, -1 where it stands for none.
+    - edge, work: as of `network_of`.
+    - fixed, priced: ticks and bytes of each edge, reverses left out.
+    - values: by edge likewise, -1 where it stands for none.
     """
 
-    nodes: int
-    source: Ints
-    target: Ints
+    edge: Ints
+    work: Ints
     fixed: Ints
     priced: Ints
     values: Ints
@@ -165,11 +96,8 @@ def _network(flat: Flat, needed: frozenset[int], twice: bool) -> _Network:
             for u in flat.reads[op]:
                 if not a.held[u]:
                     edge(node_of_op[op], demand(u), _NEVER)
-    pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
     return _Network(
-        2 + len(node_of_value) + len(node_of_op),
-        pairs.ravel(),
-        pairs[:, ::-1].ravel(),
+        *network_of(2 + len(node_of_value) + len(node_of_op), ends, fixed),
         np.array(fixed, dtype=np.int64),
         np.array(priced, dtype=np.int64),
         np.array(values, dtype=np.int64),
@@ -216,10 +144,9 @@ def _cut(flat: Flat, network: _Network, price_s_per_byte: float) -> SavedSet:
     a = flat.arrays
     price = np.floor(network.priced * (price_s_per_byte / _TICK_S))
     room = network.fixed + np.minimum(price, float(_NEVER >> 4)).astype(np.int64)
-    rooms = np.zeros(2 * len(room), dtype=np.int64)
-    rooms[::2] = room
-    flow, inside = _max_flow(network.nodes, network.source, network.target, rooms)
-    tail, head = network.source[::2], network.target[::2]
+    network.edge[::2, LEFT], network.edge[1::2, LEFT] = room, 0
+    flow = max_flow(network.edge, network.work, np.iinfo(np.int64).max)
+    tail, head, inside = network.edge[::2, SOURCE], network.edge[::2, TARGET], network.work[LEVEL] >= 0
     saved = network.values[(network.values >= 0) & inside[tail] & ~inside[head]]
     ran = (head == 1) & (network.values < 0) & inside[tail]
     recompute_s = float(network.fixed[ran].sum()) * _TICK_S

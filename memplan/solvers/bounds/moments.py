@@ -225,8 +225,9 @@ def _moment_columns(
 ) -> _Columns:
     flat, a = step.flat, step.flat.arrays
     moment = moments[k]
-    nothing = (a.size_bytes == 0) & (step.overwriter < 0) & _made_before(step, moments[0])
-    free = operands | nothing
+    made = (a.producer >= 0) & (a.producer < a.boundary)  # before the first moment for certain
+    made[made] = step.certain[a.producer[made]] <= moments[0]
+    free = operands | ((a.size_bytes == 0) & (step.overwriter < 0) & made)
     live = within & ~free
     live[overtaken(flat, moment)] = False
     ones = np.ones(len(live))
@@ -239,15 +240,6 @@ def _moment_columns(
     runs = builder.add(ops, cost, most, -1, none)
     later = runs if k + 1 == len(moments) else builder.add(ops, np.zeros(a.boundary), most, -1, none)
     return _Columns(free, live_column, runs, later)
-
-
-def _made_before(step: StepMoments, moment: int) -> Flags:
-    """Forward values whose op has run before a moment for certain."""
-    a = step.flat.arrays
-    found = np.zeros(len(a.size_bytes), dtype=np.bool_)
-    forward = (a.producer >= 0) & (a.producer < a.boundary)
-    found[forward] = step.certain[a.producer[forward]] <= moment
-    return found
 
 
 def _needs(step: StepMoments, builder: _ProgramBuilder, here: _Columns, runs: Ints, wanted: Flags) -> None:

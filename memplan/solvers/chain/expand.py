@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -10,11 +10,12 @@ import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, localise
-from memplan.solvers.chain.partition import Block, Chain
-from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, solve_chain
+from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
+from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flat, Ints
 from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.sketch import keep_all
 
 BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
@@ -60,20 +61,27 @@ def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: in
     - orders: ways to run a block.
     - option_limit: most options of a block that are kept.
     """
+    known: dict[tuple[object, ...], BlockOptions] = {}
+
+    def options_of(block: LocalBlock) -> BlockOptions:
+        if block.signature not in known:
+            known[block.signature] = block_options(block, orders(block), option_limit)
+        return known[block.signature]
+
+    return solved_with(flat, keys, chain, most_bytes, slots, options_of)
+
+
+def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+                options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
+    """`solved_chain` with options from elsewhere."""
     last_read = last_reads(flat)
     outside = outside_of(flat, chain, last_read)
-    known: dict[tuple[object, ...], BlockOptions] = {}
-    local_blocks: list[LocalBlock] = []
-    options: list[BlockOptions] = []
-    for index, block in enumerate(chain.blocks):
-        local = localise(flat, block, outside.incoming[index], last_read, keys)
-        if local.signature not in known:
-            known[local.signature] = block_options(local, orders(local), option_limit)
-        local_blocks.append(local)
-        options.append(known[local.signature])
+    places = zip(chain.blocks, outside.incoming, strict=True)
+    blocks = tuple(localise(flat, block, incoming, last_read, keys) for block, incoming in places)
+    options = tuple(options_of(block) for block in blocks)
     unit = max(1, -(-most_bytes // slots))
-    table = chain_table(flat, chain, local_blocks, options, outside, unit)
-    return SolvedChain(chain, tuple(local_blocks), tuple(options), table, solve_chain(table, slots), unit)
+    table = chain_table(flat, chain, blocks, options, outside, unit)
+    return SolvedChain(chain, blocks, options, table, solve_chain(table, slots), unit)
 
 
 def last_reads(flat: Flat) -> Ints:
@@ -234,6 +242,12 @@ def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
     return prune(flat.arrays, np.concatenate(found))
 
 
+def expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
+    """Orders of the best plans for at most so many memory sizes."""
+    for slots in distinct_slots(solved.front, sizes):
+        yield expand(flat, solved, slots)
+
+
 def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:
     """The ops of one step of a plan."""
     if how == _LOSS:
@@ -245,20 +259,20 @@ def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:
     return ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
 
 
-def recompute_blocks(flat: Flat, chain: Chain) -> Ints:
-    """Keep every cut, and run each block's forward part again before its backward part."""
-    return grouped(flat, [[block] for block in chain.blocks])
+def baselines(flat: Flat, blocks_limit: int) -> tuple[tuple[str, Ints], ...]:
+    """The textbook schedules by name. blocks_limit: most blocks of the chain that they work on.
 
-
-def recompute_segments(flat: Flat, chain: Chain) -> Ints:
-    """Keep about sqrt(n) cuts, with as many blocks between them, and run what is between again.
-
-    Chen et al., arXiv 1604.06174.
+    Either each block's forward part runs again before its backward part. Or about sqrt(n) cuts are kept, with as many
+    blocks between them, and what is between runs again (Chen et al., arXiv 1604.06174).
     """
-    count = len(chain.blocks)
-    segments = max(1, round(count**0.5))
-    edges = [round(k * count / segments) for k in range(segments + 1)]
-    return grouped(flat, [list(chain.blocks[i:j]) for i, j in pairwise(edges) if j > i])
+    blocks = make_chain(flat, layer_cuts(flat, coarse_cuts(flat, blocks_limit))).blocks
+    segments = max(1, round(len(blocks) ** 0.5))
+    edges = [round(k * len(blocks) / segments) for k in range(segments + 1)]
+    return (
+        ("keep all", keep_all(flat)),
+        ("recompute every block", grouped(flat, [[block] for block in blocks])),
+        ("recompute sqrt(n) segments", grouped(flat, [blocks[i:j] for i, j in pairwise(edges) if j > i])),
+    )
 
 
 def grouped(flat: Flat, groups: Sequence[Sequence[Block]]) -> Ints:

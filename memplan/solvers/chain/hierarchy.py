@@ -22,19 +22,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from memplan.config import SearchFigures
-from memplan.solvers.chain.baselines import keep_all
-from memplan.solvers.chain.expand import SolvedChain, chain_table, expand, last_reads, outside_of
-from memplan.solvers.chain.hierarchy_options import best_options, searched, whole_peak_bytes
-from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders, localise
+from memplan.solvers.chain.expand import SolvedChain, expanded, solved_with
+from memplan.solvers.chain.hierarchy_options import best_options, searched
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.chain.rotor import distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Arrays, Flat, Ints
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
+from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of
 
 _LEAST_OPS = 3  # forward ops from which a block is taken apart
 _FINE, _COARSE = 40, 12  # most children of a block, as single ops and as smaller blocks
@@ -77,15 +73,12 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFig
             yield order
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
     front = pareto(found)
-    for target in _targets(front, found[0].peak_bytes, min(_PEAKS, max(2, _FILL_WORK // flat.op_count))):
+    low, high = front[0].peak_bytes, found[0].peak_bytes
+    count = min(_PEAKS, max(2, _FILL_WORK // flat.op_count))
+    for step in range(1, count):
+        target = low + (high - low) * step // count
         for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
             yield fill(a, sketch.order, target, _FILL_ROUNDS)
-
-
-def _targets(front: Sequence[Sketch], most_bytes: int, count: int) -> list[int]:
-    """Peaks between the lowest and that of keeping everything."""
-    low = front[0].peak_bytes
-    return [low + (most_bytes - low) * step // count for step in range(1, count)]
 
 
 def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
@@ -120,7 +113,7 @@ class Hierarchy:
         for cuts, leaves in several:
             slots = figures.coarse_slots if len(cuts) < figures.coarse_blocks else figures.fine_slots
             solved = self._chain(flat, keys, cuts, beyond + beyond // 8, slots, leaves, 0)
-            for order in _expanded(flat, solved, 3 * figures.sizes):
+            for order in expanded(flat, solved, 3 * figures.sizes):
                 found = _filled(flat.arrays, order) if order.tobytes() not in known else None
                 known.add(order.tobytes())
                 if found is not None:
@@ -140,11 +133,16 @@ class Hierarchy:
         orders = cut_orders(block, self.figures.block_cuts)
         if leaf or flat.arrays.boundary < _LEAST_OPS:
             return best_options(block, orders, 2 * self.figures.options)
-        most_bytes = whole_peak_bytes(block)
-        for cuts, leaves in _partitions(flat):
+        most_bytes, _time_s = outcome(flat.arrays, keep_all(flat))
+        partitions: list[Partition] = [(fine_cuts(flat, _FINE), True)]
+        if flat.arrays.boundary >= _COARSE_OPS:
+            partitions.append((coarse_cuts(flat, _COARSE), False))
+        for cuts, leaves in partitions:
+            if not cuts:
+                continue
             solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
                                  flat.arrays.boundary)  # fmt: skip
-            for order in _expanded(flat, solved, max(2, self.figures.sizes // 2)):
+            for order in expanded(flat, solved, max(2, self.figures.sizes // 2)):
                 found = _filled(flat.arrays, order)
                 orders += [order] if found is None else [order, found]
         orders += searched(flat.arrays, orders, _TARGETS)
@@ -158,35 +156,15 @@ class Hierarchy:
         - within: forward ops of the block that this is. A child nearly as large is not taken apart either, so that
           levels stay few.
         """
-        chain = make_chain(flat, cuts)
-        last_read = last_reads(flat)
-        outside = outside_of(flat, chain, last_read)
-        blocks, options = [], []
-        for index, block in enumerate(chain.blocks):
-            local = localise(flat, block, outside.incoming[index], last_read, keys)
-            leaf = leaves or (within > 0 and 4 * len(block.forward) > 3 * within)
-            inner_keys = tuple("" if op < 0 else keys[op] for op in local.ops)
-            blocks.append(local)
-            options.append(self.options(local, inner_keys, leaf))
-        unit = max(1, -(-most_bytes // slots))
-        table = chain_table(flat, chain, blocks, options, outside, unit)
-        return SolvedChain(chain, tuple(blocks), tuple(options), table, solve_chain(table, slots), unit)
 
+        def options_of(block: LocalBlock) -> BlockOptions:
+            leaf = leaves or (within > 0 and 4 * block.flat.arrays.boundary > 3 * within)
+            return self.options(block, tuple("" if op < 0 else keys[op] for op in block.ops), leaf)
 
-def _partitions(flat: Flat) -> list[Partition]:
-    """Ways to take a block apart: cuts, and whether what is between them is left whole."""
-    found = [(fine_cuts(flat, _FINE), True)]
-    if flat.arrays.boundary >= _COARSE_OPS:
-        found.append((coarse_cuts(flat, _COARSE), False))
-    return [(cuts, leaves) for cuts, leaves in found if cuts]
-
-
-def _expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
-    for slots in distinct_slots(solved.front, sizes):
-        yield expand(flat, solved, slots)
+        return solved_with(flat, keys, make_chain(flat, cuts), most_bytes, slots, options_of)
 
 
 def _filled(a: Arrays, order: Ints) -> Ints | None:
     """The order with what fits under its own peak kept; None for an order that is not legal."""
-    peak = int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
+    peak, _time_s = outcome(a, order)
     return None if peak < 0 else fill(a, order, peak, _FILL_ROUNDS)

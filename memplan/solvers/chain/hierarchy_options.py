@@ -16,15 +16,14 @@ from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import (
     BlockOptions,
     LocalBlock,
-    Option,
-    closure_s,
     cut_flags,
-    kept_whole,
+    leaf_figures,
     option_figures,
+    option_of_figures,
 )
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Floats, Ints
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
 
 _SAVED, _FORWARD, _BACKWARD, _RECOMPUTE, _AGAIN = range(5)
@@ -74,29 +73,13 @@ def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: In
 def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> BlockOptions:
     """At most about `limit` options of those that these orders come to, the cheapest for many pairs of limits."""
     a = block.flat.arrays
-    cut = cut_flags(block)
     plain = list({order.tobytes(): order for order in [plain_forward(a, order) for order in orders]}.values())
     ends = np.cumsum([len(order) for order in plain])
-    figures, which = _measured(a, cut, block.incoming_bytes, np.concatenate(plain), ends)
+    figures, which = _measured(a, cut_flags(block), block.incoming_bytes, np.concatenate(plain), ends)
     which = which[np.lexsort(figures[which].T[::-1])]
     chosen = which[_on_grid(figures[which], limit)]
-    options = tuple(_option(a, figures[i], plain[i]) for i in chosen)
-    leaf = np.arange(a.boundary + 1)
-    during = np.zeros(len(leaf), dtype=np.int64)
-    replay(a, leaf, during)
-    leaf_s = min(float(closure_s(a, cut.copy())), float(a.time_s[: a.boundary].sum()))
-    return BlockOptions(options, int(during[: a.boundary].max(initial=0)), leaf_s)
-
-
-def _option(a: Arrays, row: Floats, order: Ints) -> Option:
-    return Option(
-        saved_bytes=int(row[_SAVED]),
-        forward_peak_bytes=int(row[_FORWARD]),
-        backward_peak_bytes=int(row[_BACKWARD]),
-        recompute_s=float(row[_RECOMPUTE]),
-        forward_s=float(row[_AGAIN] - row[_RECOMPUTE]),
-        backward=tuple(order[a.boundary + 2 :].tolist()),
-    )
+    options = tuple(option_of_figures(figures[i], plain[i][a.boundary + 2 :]) for i in chosen)
+    return BlockOptions(options, *leaf_figures(block))
 
 
 def _on_grid(figures: Floats, limit: int) -> Ints:
@@ -129,7 +112,7 @@ def _quantiles(column: Floats, count: int) -> Floats:
 def searched(a: Arrays, orders: Sequence[Ints], targets: int) -> list[Ints]:
     """Orders near these at `targets` peaks from the lowest to the highest: brought down, or filled up."""
     front: list[tuple[int, float, Ints]] = []
-    for peak, time_s, order in sorted(((*_outcome(a, order), order) for order in orders), key=lambda row: row[:2]):
+    for peak, time_s, order in sorted(((*outcome(a, order), order) for order in orders), key=lambda row: row[:2]):
         if peak >= 0 and (not front or time_s < front[-1][1]):
             front.append((peak, time_s, order))
     if not front:
@@ -143,13 +126,3 @@ def searched(a: Arrays, orders: Sequence[Ints], targets: int) -> list[Ints]:
         above = [bring_down(a, order, target, _LOWER_ROUNDS, _WIDTH) for order in above]
         found += [fill(a, order, target, _FILL_ROUNDS) for order in (*below, *above)]
     return found
-
-
-def _outcome(a: Arrays, order: Ints) -> tuple[int, float]:
-    peak, _position, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
-    return int(peak), float(time_s)
-
-
-def whole_peak_bytes(block: LocalBlock) -> int:
-    """The peak of a block that repeats nothing."""
-    return _outcome(block.flat.arrays, kept_whole(block))[0]

@@ -16,12 +16,11 @@ from functools import lru_cache
 
 import numpy as np
 
-from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.chain.partition import Block
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Flat, Floats, Ints, compressed
-from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.replay import fill, outcome, prune, replay
 from memplan.solvers.orders.rewrites import demand_order
 
 Row = tuple[int, ...]
@@ -50,13 +49,8 @@ class Option:
 
     @property
     def figures(self) -> tuple[float, ...]:
-        return (
-            self.saved_bytes,
-            self.forward_peak_bytes,
-            self.backward_peak_bytes,
-            self.recompute_s,
-            self.forward_s + self.recompute_s,
-        )
+        held_bytes = (self.saved_bytes, self.forward_peak_bytes, self.backward_peak_bytes)
+        return (*held_bytes, self.recompute_s, self.forward_s + self.recompute_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +90,10 @@ def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
     - last_read[v]: last op that reads v.
     - keys: op keys, equal for equal kernels.
     """
-    which = (block, incoming, keys)
-    if which not in flat.blocks:
-        flat.blocks[which] = _cut_out(flat, block, incoming, last_read, keys)
-    found: LocalBlock = flat.blocks[which]
-    return found
-
-
-def _cut_out(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tuple[str, ...]) -> LocalBlock:
-    a = flat.arrays
+    which, a = (block, incoming, keys), flat.arrays
+    if which in flat.blocks:
+        known: LocalBlock = flat.blocks[which]
+        return known
     forward, backward = list(block.forward), list(block.backward)
     index: dict[int, int] = {}
     for op in forward:
@@ -127,7 +116,9 @@ def _cut_out(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
     local = Flat(arrays, tuple(reads), tuple(makes))
     signature = _signature(local, cut, [keys[op] for op in (*forward, *backward)])
     incoming_bytes = int(sum(a.size_bytes[v] for v in incoming))
-    return LocalBlock(local, (*forward, -1, *backward), frozenset(cut), incoming_bytes, signature)
+    found = LocalBlock(local, (*forward, -1, *backward), frozenset(cut), incoming_bytes, signature)
+    flat.blocks[which] = found
+    return found
 
 
 def _local_arrays(
@@ -220,24 +211,26 @@ def _two_digits(time_s: float) -> str:
 
 def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> BlockOptions:
     """The Pareto set of what these orders of a block come to, at most `limit` options."""
-    a = block.flat.arrays
-    forward_s = float(a.time_s[: a.boundary].sum())
     found: dict[tuple[float, ...], Option] = {}
     for order in orders:
         option = measured(block, order)
         found.setdefault(option.figures, option)
-    options = _pareto(list(found.values()))
-    leaf = np.array([*range(a.boundary), a.boundary], dtype=np.int64)
-    during = np.zeros(len(leaf), dtype=np.int64)
-    replay(a, leaf, during)
-    leaf_s = min(float(closure_s(a, cut_flags(block))), forward_s)
-    return BlockOptions(_thin(options, limit), int(during[: a.boundary].max(initial=0)), leaf_s)
+    kept: list[Option] = []
+    for option in sorted(found.values(), key=lambda option: (option.figures, len(option.backward))):
+        if not any(all(x <= y for x, y in zip(k.figures, option.figures, strict=True)) for k in kept):
+            kept.append(option)
+    if len(kept) > limit:
+        kept = [kept[i] for i in np.unique(np.round(np.linspace(0, len(kept) - 1, limit)).astype(int))]
+    return BlockOptions(tuple(kept), *leaf_figures(block))
 
 
-def kept_whole(block: LocalBlock) -> Ints:
-    """The order that repeats nothing."""
-    stand_in = block.flat.arrays.boundary
-    return np.array([*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)], dtype=np.int64)
+def leaf_figures(block: LocalBlock) -> tuple[int, float]:
+    """`leaf_peak_bytes` and `leaf_s` of the `BlockOptions`."""
+    a = block.flat.arrays
+    during = np.zeros(a.boundary + 1, dtype=np.int64)
+    replay(a, np.arange(a.boundary + 1), during)
+    leaf_s = min(float(closure_s(a, cut_flags(block))), float(a.time_s[: a.boundary].sum()))
+    return int(during[: a.boundary].max(initial=0)), leaf_s
 
 
 def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
@@ -259,13 +252,9 @@ def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
         ends = [order for order in ends if len(order)]
         orders += ends
         if len(ends) == 2 and len(ends[0]) > len(ends[1]):
-            low, high = (_peak(a, order) for order in ends)
+            low, high = (outcome(a, order)[0] for order in ends)
             orders += [fill(a, ends[0], low + (high - low) * part // 3, 8) for part in (0, 1, 2) if high > low]
     return orders
-
-
-def _peak(a: Arrays, order: Ints) -> int:
-    return int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
 
 
 @kernel
@@ -328,23 +317,11 @@ def measured(block: LocalBlock, order: Ints) -> Option:
     figures = np.empty(5)
     legal = option_figures(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
     assert legal, "a block's order reads what is not there"
-    saved, ahead, back, recompute_s, again_s = figures.tolist()
     stand_in = int(np.nonzero(order == block.flat.arrays.boundary)[0][0])
-    backward = tuple(order[stand_in + 1 :].tolist())
-    return Option(int(saved), int(ahead), int(back), recompute_s, again_s - recompute_s, backward)
+    return option_of_figures(figures, order[stand_in + 1 :])
 
 
-def _pareto(options: list[Option]) -> list[Option]:
-    ordered = sorted(options, key=lambda option: (option.figures, len(option.backward)))
-    kept: list[Option] = []
-    for option in ordered:
-        if not any(all(x <= y for x, y in zip(k.figures, option.figures, strict=True)) for k in kept):
-            kept.append(option)
-    return kept
-
-
-def _thin(options: list[Option], limit: int) -> tuple[Option, ...]:
-    if len(options) <= limit:
-        return tuple(options)
-    chosen = np.unique(np.round(np.linspace(0, len(options) - 1, limit)).astype(int))
-    return tuple(options[i] for i in chosen)
+def option_of_figures(figures: Floats, backward: Ints) -> Option:
+    """The option with the figures that `option_figures` filled in."""
+    saved, ahead, back, recompute_s, again_s = figures.tolist()
+    return Option(int(saved), int(ahead), int(back), recompute_s, again_s - recompute_s, tuple(backward.tolist()))

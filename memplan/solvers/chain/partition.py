@@ -42,13 +42,9 @@ def crossing_bytes(flat: Flat) -> Ints:
 
     It is -1 where a cut can't stand.
     """
-    if "crossing" not in flat.blocks:
-        flat.blocks["crossing"] = _crossing_bytes(flat)
-    found: Ints = flat.blocks["crossing"]
-    return found
-
-
-def _crossing_bytes(flat: Flat) -> Ints:
+    if "crossing" in flat.blocks:
+        known: Ints = flat.blocks["crossing"]
+        return known
     a = flat.arrays
     n = a.boundary
     last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
@@ -67,6 +63,7 @@ def _crossing_bytes(flat: Flat) -> Ints:
         np.subtract.at(total, last_read[values] + 1, amount)
     crossing = np.cumsum(weight)[: n + 1]
     crossing[np.cumsum(barred)[: n + 1] > 0] = -1
+    flat.blocks["crossing"] = crossing
     return crossing
 
 
@@ -80,9 +77,13 @@ def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
     """Positions that make at most `limit` blocks: all legal ones, or of each group of neighbours the narrowest."""
     crossing = crossing_bytes(flat)
     positions = [p for p in range(1, flat.arrays.boundary) if crossing[p] >= 0]
+    return _narrowest(crossing, positions, limit)
+
+
+def _narrowest(crossing: Ints, positions: list[int], limit: int) -> tuple[int, ...]:
+    """All positions, if they are fewer than `limit`, or else of each group of neighbours the narrowest."""
     if len(positions) < limit:
         return tuple(positions)
-    # Leave out the positions that cost the most against the narrower of their neighbours.
     edges = np.linspace(0, len(positions), limit).astype(int)
     groups = [positions[i:j] for i, j in pairwise(edges) if j > i]
     return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
@@ -101,11 +102,7 @@ def coarse_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
         rest = next((crossing[q] for q in legal[index + 1 :] if crossing[q] != crossing[p]), -1)
         if before > crossing[p] and rest > crossing[p]:
             minima.append(p)
-    if len(minima) < limit:
-        return tuple(minima)
-    edges = np.linspace(0, len(minima), limit).astype(int)
-    groups = [minima[i:j] for i, j in pairwise(edges) if j > i]
-    return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
+    return _narrowest(crossing, minima, limit)
 
 
 def layer_cuts(flat: Flat, cuts: tuple[int, ...]) -> tuple[int, ...]:

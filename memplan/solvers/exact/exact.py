@@ -21,7 +21,7 @@ import numpy as np
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.chain.options import measured as option_of
-from memplan.solvers.exact.block import Reversed, Rows, reverse, why_unsuited
+from memplan.solvers.exact.block import Reversed, reverse, why_unsuited
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
 from memplan.solvers.exact.kernel import Cell, Rules, SearchResult, search
@@ -29,6 +29,7 @@ from memplan.solvers.exact.moment_bound import least_after, windows
 from memplan.solvers.exact.space import NEVER, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
 from memplan.solvers.orders.flat import Ints
+from memplan.solvers.orders.sketch import keep_all
 
 _MOST_S = float("inf")
 _MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again
@@ -77,10 +78,8 @@ class BlockSearch:
         self._whole, self._tick_s = reverse(block)
         self._blocks = [self._whole]  # each bounds those before it from below, and has less to decide
         if self.rules.fuse:
-            self._blocks += [
-                fused(self._whole),
-                fused(self._whole, int(self._whole.size_bytes.max(initial=0)) >> _FREE),
-            ]
+            free_bytes = int(self._whole.size_bytes.max(initial=0)) >> _FREE
+            self._blocks += [fused(self._whole), fused(self._whole, free_bytes)]
         self._most_ticks = NEVER
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
@@ -108,14 +107,15 @@ class BlockSearch:
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
         least = NEVER if bound_s == float("inf") else round(bound_s / self._tick_s)
-        nodes = 0
+        n, nodes = self.block.flat.arrays.boundary, 0
         for b in reversed(self._blocks):
             found = self._found(b, budget, upper, least, most_nodes - nodes)
             nodes += found.nodes
             least = found.bound_ticks
             if found.ticks >= upper:
                 break
-            order = self._order(b, found.path)
+            moves = itertools.chain.from_iterable(b.parts[m] if m >= 0 else (n - m,) for m in found.path.tolist())
+            order = (*range(n), BOUNDARY, n, *moves)
             if b is self._whole or budget.admits(option_of_order(self.block, order)):
                 upper, incumbent = found.ticks, order
                 break
@@ -154,10 +154,7 @@ class BlockSearch:
         if (id(b), with_forward) not in self._spaces:
             self._spaces[id(b), with_forward] = space_of(b, with_forward)
         steps = len(b.step_bytes)
-        room = [
-            budget.backward_peak_bytes - int(b.step_bytes[t]) - int(b.size_bytes[_row(b.step_reads, t)].sum())
-            for t in range(steps)
-        ]
+        room = [budget.backward_peak_bytes - needed_bytes for needed_bytes in _bytes_of_steps(b)]
         room.append(budget.saved_bytes - b.cut_bytes)
         if with_forward:
             room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
@@ -191,20 +188,13 @@ class BlockSearch:
         """Orders that repeat so many seconds or more are of no interest."""
         return _MOST_S if self._most_ticks == NEVER else self._most_ticks * self._tick_s
 
-    def _order(self, b: Reversed, path: Ints) -> tuple[int, ...]:
-        n = self.block.flat.arrays.boundary
-        moves = (b.parts[move] if move >= 0 else (n - move,) for move in path.tolist())
-        return (*range(n), BOUNDARY, n, *itertools.chain.from_iterable(moves))
-
     def least_saved_bytes(self) -> int:
         """Bytes saved where the cut alone is kept."""
         return self._whole.cut_bytes
 
     def least_peak_bytes(self) -> int:
         """A lower bound on the backward peak: each backward op needs its operands beside the gradients."""
-        b = self._whole
-        reads = [int(b.size_bytes[_row(b.step_reads, t)].sum()) for t in range(len(b.step_bytes))]
-        return max([0, *(int(x) + r for x, r in zip(b.step_bytes, reads, strict=True))])
+        return max([0, *_bytes_of_steps(self._whole)])
 
     def least_forward_bytes(self) -> int:
         """The forward peak where the cut alone is kept."""
@@ -212,8 +202,7 @@ class BlockSearch:
 
     def keep_all(self) -> tuple[int, ...]:
         """The order that repeats nothing."""
-        n = self.block.flat.arrays.boundary
-        return (*range(n), BOUNDARY, *range(n, self.block.flat.op_count))
+        return tuple(keep_all(self.block.flat).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,8 +336,9 @@ def _steps(low: int, high: int, parts: int) -> list[int]:
     return sorted({low + (high - low) * i // max(1, parts - 1) for i in range(parts)}, reverse=True)
 
 
-def _row(rows: Rows, index: int) -> Ints:
-    return rows.item[rows.start[index] : rows.start[index + 1]]
+def _bytes_of_steps(b: Reversed) -> list[int]:
+    """What each step needs: its operands beside what no choice changes."""
+    return [int(x) + int(b.size_bytes[b.step_reads.row(t)].sum()) for t, x in enumerate(b.step_bytes)]
 
 
 def solve_block(

@@ -90,9 +90,7 @@ class _Fusing:
 
     def fuse(self) -> None:
         """Join runs until none can be joined any more."""
-        ops = sorted(self.runs)
-        while ops:
-            op = ops.pop(0)
+        for op in sorted(self.runs):
             while op in self.runs and self._joins(op):
                 pass
 
@@ -132,8 +130,10 @@ class _Fusing:
     def _at_once(self, run: _Run, values: tuple[int, ...]) -> _Run | None:
         makers = [self.runs[int(self.b.maker[v])] for v in values]
         rest = run.reads.difference(values)
-        for left in _subsets(len(values)):  # those that are not taken back yet, where the others are
-            gone = rest.union(*(makers[i].reads for i in range(len(values)) if i not in left))
+        numbers = range(len(values))
+        subsets = (itertools.combinations(numbers, size) for size in range(1, len(values) + 1))
+        for left in itertools.chain.from_iterable(subsets):  # not taken back yet, where the others are
+            gone = rest.union(*(makers[i].reads for i in numbers if i not in left))
             more = frozenset[int]().union(*(makers[i].reads for i in left)) - gone
             if self.bytes_of(more) > self.bytes_of(frozenset(values[i] for i in left)):
                 return None
@@ -214,7 +214,3 @@ def _joined(run: _Run, makers: list[_Run], reads: Values, stages: list[FuseStage
 
 def _union(rows: list[list[int]]) -> Values:
     return frozenset(itertools.chain.from_iterable(rows))
-
-
-def _subsets(count: int) -> list[tuple[int, ...]]:
-    return [left for size in range(1, count + 1) for left in itertools.combinations(range(count), size)]

@@ -7,15 +7,16 @@ own.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.orders.flat import Arrays, Ints
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.search.exchange import exchange
 
@@ -24,8 +25,7 @@ _FREE = 1 << 50  # stands for no limit where bytes are added up
 _ROUNDS, _FILLS, _EXCHANGES, _WIDTH = 100, 8, 30, 6  # effort of each start
 
 
-@dataclass(frozen=True, slots=True)
-class BlockBudget:
+class BlockBudget(NamedTuple):
     """Bytes saved between the two parts and the peaks of both, as in `Option`."""
 
     saved_bytes: int = NO_LIMIT
@@ -33,19 +33,11 @@ class BlockBudget:
     backward_peak_bytes: int = NO_LIMIT
 
     def admits(self, option: Option) -> bool:
-        return (
-            option.saved_bytes <= self.saved_bytes
-            and option.forward_peak_bytes <= self.forward_peak_bytes
-            and option.backward_peak_bytes <= self.backward_peak_bytes
-        )
+        return all(map(operator.le, option.figures[:3], self))
 
     def within(self, other: BlockBudget) -> bool:
         """Whether every option within these limits is within the other's."""
-        return (
-            self.saved_bytes <= other.saved_bytes
-            and self.forward_peak_bytes <= other.forward_peak_bytes
-            and self.backward_peak_bytes <= other.backward_peak_bytes
-        )
+        return all(map(operator.le, self, other))
 
 
 def limited(block: LocalBlock, budget: BlockBudget) -> tuple[Arrays, int]:
@@ -81,7 +73,7 @@ def improved(
     for start in sorted(starts, key=lambda start: score(starts[start]))[:tries]:
         order = np.array(start, dtype=np.int64)
         trial = fill(a, bring_down(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
-        peak, time_s = _figures(a, trial)
+        peak, time_s = outcome(a, trial)
         if peak <= limit and _forward_once(a, trial):
             found.append((time_s, trial))
     if not found:
@@ -89,11 +81,6 @@ def improved(
     best = min(found, key=lambda entry: entry[0])[1]
     better = exchange(a, best, limit, _EXCHANGES, _WIDTH)
     return [best, better] if _forward_once(a, better) else [best]
-
-
-def _figures(a: Arrays, order: Ints) -> tuple[int, float]:
-    peak, _at, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
-    return int(peak), float(time_s)
 
 
 def _forward_once(a: Arrays, order: Ints) -> bool:

@@ -15,25 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.solvers.exact.space import (
-    AFTER,
-    CURSOR,
-    HEAD,
-    LEFT,
-    LEVEL,
-    MADE,
-    NEVER,
-    PATH,
-    QUEUE,
-    READ,
-    ROOM,
-    SOURCE,
-    TARGET,
-    TICKS,
-    Space,
-    has,
-)
+from memplan.solvers.exact.space import MADE, NEVER, READ, TICKS, Space, has
 from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.numeric.max_flow import LEFT, LEVEL, ROOM, TARGET, max_flow
 from memplan.solvers.orders.flat import Floats, Ints
 
 _ROUNDS = 12  # prices tried for one moment
@@ -44,8 +28,6 @@ def cut_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: flo
     """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte.
 
     At a price below zero time is free and a byte costs one. The cut is NEVER where the demand can't be met.
-
-    Dinic's algorithm, all in one function: numba optimises a called kernel again for each of its callers.
     """
     values = len(weight)
     ops = work.shape[1] - 3 - values
@@ -62,60 +44,10 @@ def cut_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: flo
     for op in range(ops):
         if price < 0.0 and edge[2 * (2 * values + op), ROOM] < NEVER:
             edge[2 * (2 * values + op), LEFT] = 0
-    level, queue, path, cursor = work[LEVEL], work[QUEUE], work[PATH], work[CURSOR]
-    flow = 0
-    while True:
-        level[:] = -1
-        level[0] = 0
-        queue[0] = 0
-        first, last = 0, 1
-        while first < last:
-            node = queue[first]
-            first += 1
-            e = work[HEAD, node]
-            while e >= 0:
-                target = edge[e, TARGET]
-                if edge[e, LEFT] > 0 and level[target] < 0:
-                    level[target] = level[node] + 1
-                    queue[last] = target
-                    last += 1
-                e = edge[e, AFTER]
-        if level[1] < 0:  # afterwards level >= 0 marks the source's side
-            break
-        cursor[:] = work[HEAD]
-        depth = 0
-        node = 0
-        while True:
-            if node == 1:
-                push = edge[path[0], LEFT]
-                for i in range(1, depth):
-                    push = min(push, edge[path[i], LEFT])
-                flow += push
-                if flow >= NEVER:
-                    return NEVER, 0, 0
-                back = depth
-                for i in range(depth - 1, -1, -1):
-                    edge[path[i], LEFT] -= push
-                    edge[path[i] ^ 1, LEFT] += push
-                    if edge[path[i], LEFT] == 0:
-                        back = i
-                depth = back
-                node = edge[path[depth], SOURCE]
-                continue
-            e = cursor[node]
-            while e >= 0 and not (edge[e, LEFT] > 0 and level[edge[e, TARGET]] == level[node] + 1):
-                e = edge[e, AFTER]
-            cursor[node] = e
-            if e >= 0:
-                path[depth] = e
-                depth += 1
-                node = edge[e, TARGET]
-            elif depth > 0:
-                level[node] = -1
-                depth -= 1
-                node = edge[path[depth], SOURCE]
-            else:
-                break
+    flow = max_flow(edge, work, int(NEVER))  # `int`, or numba compiles it for a literal argument
+    if flow >= NEVER:
+        return NEVER, 0, 0
+    level = work[LEVEL]
     crossing_bytes = 0
     ticks = 0
     for v in range(values):

@@ -11,17 +11,16 @@ import numpy as np
 
 from memplan.solvers.exact.block import WORD, Reversed, Rows
 from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.numeric.max_flow import network_of
 from memplan.solvers.orders.flat import Flags, Ints
 
 NEVER = 1 << 57  # more ticks than any schedule takes
 PARCEL = 9  # values whose bytes are summed up in advance; WORD is a multiple of it
 _BARRED = -1
 
-# Columns of `Space.ops`, `Space.steps` and of `Space.edge`, rows of `Space.work`.
+# Columns of `Space.ops` and `Space.steps`.
 MADE, READ, TAKEN, STAGE, STAGES, TICKS = 0, 2, 4, 6, 7, 8
 STEP_READ, STEP_TAKEN, STEP_BYTES, BETWEEN_BYTES = 0, 2, 4, 5
-HEAD, LEVEL, QUEUE, PATH, CURSOR = 0, 1, 2, 3, 4
-SOURCE, TARGET, AFTER, ROOM, LEFT = 0, 1, 2, 3, 4
 
 
 class Space(NamedTuple):
@@ -38,10 +37,8 @@ class Space(NamedTuple):
     - after[m]: the step that moment m is, -1 before the first.
     - weight[m, v]: bytes of v that count against the moment's room; -1 if v can't cross it.
     - needed[first, stop]: words of what steps first..stop-1 read.
-    - edge: the graph of all minimum cuts of the block. Node 0 is the source, 1 the sink, then come values, then ops.
-      Columns are ends, the next edge of the same end, and room; edges e and e ^ 1 are opposite. The first edges lead to
-      the values, then from values to ops, then from ops to the sink.
-    - work: what a maximum flow scribbles on.
+    - edge, work: the graph of all minimum cuts of the block, as of `network_of`. Node 0 is the source, 1 the sink, then
+      come values, then ops. The first edges lead to the values, then from values to ops, then from ops to the sink.
     """
 
     size_bytes: Ints
@@ -72,24 +69,11 @@ def space_of(b: Reversed, with_forward: bool) -> Space:
     stages = np.concatenate([_words(b.stage_reads), b.stage_bytes[:, None]], axis=1)
     moments = range(len(b.forward_bytes))
     ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in moments], dtype=np.int64)
-    after, weight, needed = _moments(b, step_rows, with_forward)
-    edge, work = _network(b, ticks)
+    ahead = ahead.reshape(len(moments), 3)
+    parcels, moment_arrays, network = parcels_of(b.size_bytes), _moments(b, step_rows, with_forward), _network(b, ticks)
     rest = np.array([*_word_pair(b.cut), *_word_pair(b.barred), b.cut_bytes], dtype=np.int64)
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
-    return Space(
-        b.size_bytes,
-        parcels_of(b.size_bytes),
-        rows,
-        stages,
-        step_rows,
-        ahead.reshape(len(moments), 3),
-        rest,
-        after,
-        weight,
-        needed,
-        edge,
-        work,
-    )
+    return Space(b.size_bytes, parcels, rows, stages, step_rows, ahead, rest, *moment_arrays, *network)
 
 
 def parcels_of(amounts: Ints) -> Ints:
@@ -122,7 +106,7 @@ def _word_pair(flags: Flags) -> tuple[int, int]:
 def _words(rows: Rows) -> Ints:
     words = np.zeros((len(rows.start) - 1, 2), dtype=np.int64)
     for i in range(len(words)):
-        for v in rows.item[rows.start[i] : rows.start[i + 1]].tolist():
+        for v in rows.row(i).tolist():
             words[i, v // WORD] |= 1 << (v % WORD)
     return words
 
@@ -133,8 +117,8 @@ def _moments(b: Reversed, step_rows: Ints, with_forward: bool) -> tuple[Ints, In
     after = [*range(steps), -1]
     weight = np.tile(b.size_bytes, (steps + 1, 1))
     for t in range(steps):
-        weight[t, b.step_reads.item[b.step_reads.start[t] : b.step_reads.start[t + 1]]] = 0
-        weight[t, b.step_takes.item[b.step_takes.start[t] : b.step_takes.start[t + 1]]] = _BARRED
+        weight[t, b.step_reads.row(t)] = 0
+        weight[t, b.step_takes.row(t)] = _BARRED
     weight[steps, b.cut] = 0
     weight[steps, b.barred] = _BARRED
     if with_forward:
@@ -155,16 +139,8 @@ def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
     ends += [(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
     ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
     for op in range(ops):
-        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.item[b.reads.start[op] : b.reads.start[op + 1]]]
-    nodes = 2 + values + ops
-    edge = np.zeros((2 * len(ends), 5), dtype=np.int64)
-    work = np.zeros((5, nodes + 1), dtype=np.int64)
-    work[HEAD] = -1
-    for k, (tail, head, room) in enumerate(ends):
-        for e, source, target, limit in ((2 * k, tail, head, room), (2 * k + 1, head, tail, 0)):
-            edge[e, :4] = source, target, work[HEAD, source], limit
-            work[HEAD, source] = e
-    return edge, work
+        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.row(op)]
+    return network_of(2 + values + ops, [(tail, head) for tail, head, _ in ends], [room for *_, room in ends])
 
 
 @kernel

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, cut_orders
+from memplan.solvers.chain.options import measured as option_of
 from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order
 from memplan.solvers.exact.incumbents import BlockBudget, improved
 from memplan.solvers.orders.flat import Flat, Ints, compressed
+from memplan.solvers.orders.sketch import keep_all
 
 _TRIES = 4
 
@@ -81,10 +81,9 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
 
     A step that the search can't take has incumbents alone.
     """
-    block = whole_step(flat)
+    block, n = whole_step(flat), flat.arrays.boundary
     searched = None if why_unsuited(block) else BlockSearch(block, most_nodes=most_nodes)
-    n = block.flat.arrays.boundary
-    everything = (*range(n), BOUNDARY, *range(n, block.flat.op_count))
+    everything = tuple(keep_all(block.flat).tolist())
     starts = [everything, *(tuple(order.tolist()) for order in cut_orders(block, cuts))]
     orders = {order: option_of_order(block, order) for order in starts}
     peaks = [max(option.forward_peak_bytes, option.backward_peak_bytes) for option in orders.values()]
@@ -93,14 +92,15 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     answers = []
     for limit, saved in _limits(low, peaks[0], most_saved, parts, flat):
         budget = BlockBudget(min(saved, limit - block.incoming_bytes), limit, limit)
-        for order in improved(block, budget, orders, _TRIES):
-            orders.setdefault(tuple(order.tolist()), option_of_order(block, order.tolist()))
+        for better in improved(block, budget, orders, _TRIES):
+            orders.setdefault(tuple(better.tolist()), option_of(block, better))
         fitting = [order for order, option in orders.items() if budget.admits(option)]
         answer = searched.solve(budget, fitting) if searched else None
         if answer and answer.order and answer.order not in orders:
             orders[answer.order] = option_of_order(block, answer.order)
         best = answer.order if answer else min(fitting, key=lambda order: orders[order].recompute_s, default=None)
-        answers.append(StepAnswer(limit, None if best is None else _of_step(block, best), answer))
+        order = None if best is None else np.array([op - (op > n) for op in best if op != n], dtype=np.int64)
+        answers.append(StepAnswer(limit, order, answer))
     return answers
 
 
@@ -118,8 +118,3 @@ def _limits(low: int, high: int, most_saved: int, parts: int, flat: Flat) -> lis
         for part in range(side - 1, -1, -1)
         for share in range(side, -1, -1)
     ]
-
-
-def _of_step(block: LocalBlock, order: Sequence[int]) -> Ints:
-    n = block.flat.arrays.boundary
-    return np.array([op if op < n else op - 1 for op in order if op != n], dtype=np.int64)

@@ -22,12 +22,11 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
-from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask, baseline_schedules
 from memplan.solvers.numeric.compiling import tell_of_compilation, watching_compilation
 from memplan.solvers.numeric.threads import side_by_side
 from memplan.solvers.orders.flat import Flat, Ints, flatten
-from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
+from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
 
 
@@ -183,16 +182,12 @@ class _FrontSearch:
         methods = sorted(self.config.methods, key=lambda method: method not in _LONGEST)
         searches = {method: METHODS[method](self.task) for method in methods if method != first}
         self._side_by_side({first: self._bounds(), **searches}, self._report)
-        if self.problem.in_flight > 1:
-            self._search_alone()
-
-    def _search_alone(self) -> None:
-        """Try schedules that were found for one microbatch by itself: now and then they are a little better."""
-        front = solve_front(dataclasses.replace(self.problem, in_flight=1), self.config)
-        orders = [(point.solver, np.array(point.order, dtype=np.int64)) for point in front.points]
-        self.found["alone"] = [sketch_of(self.flat, solver, order) for solver, order in orders]
-        if front.truncated:
-            raise TimeoutError
+        if self.problem.in_flight > 1:  # what is found for one microbatch by itself is a little better now and then
+            front = solve_front(dataclasses.replace(self.problem, in_flight=1), self.config)
+            orders = [(point.solver, np.array(point.order, dtype=np.int64)) for point in front.points]
+            self.found["alone"] = [sketch_of(self.flat, solver, order) for solver, order in orders]
+            if front.truncated:
+                raise TimeoutError
 
     def _bounds(self) -> Iterator[Sketch]:
         """The lower bound, and schedules that suit it."""
@@ -237,13 +232,11 @@ class _FrontSearch:
         return list(chain(*self.found.values()))
 
     def _report(self, stage: str, done: float) -> None:
-        self.tell(Progress(stage, done, self._gap()))
-
-    def _gap(self) -> float | None:
         budget = self.problem.budget_bytes
         times = [s.time_s for s in self._all() if s.peak_bytes >= 0 and (budget is None or s.peak_bytes <= budget)]
         bound_s = self.task.bound.time_s(budget)
-        return min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
+        gap = min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
+        self.tell(Progress(stage, done, gap))
 
 
 def _front(

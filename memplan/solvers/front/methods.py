@@ -9,21 +9,21 @@ from memplan.config import Config, SearchFigures
 from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
-from memplan.solvers.bounds.seeds import saved_of_moments
-from memplan.solvers.chain.baselines import baselines, keep_all
-from memplan.solvers.chain.expand import BlockOrders, expand, solved_chain
+from memplan.solvers.bounds.moments import asked
+from memplan.solvers.chain.expand import BlockOrders, baselines, expanded, solved_chain
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
-from memplan.solvers.chain.options import LocalBlock, cut_orders, kept_whole
+from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
-from memplan.solvers.chain.rotor import distinct_slots
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
-from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.flat import Flags, Flat, Ints
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
-from memplan.solvers.orders.sketch import Sketch, sketch_of
+from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
 
 _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
+
+_SHARES = (0.3, 0.7)  # how much of a value a programme of moments has to keep for it to count as kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def baseline_schedules(task: MethodTask) -> Iterator[Sketch]:
 def rotor(task: MethodTask) -> Iterator[Sketch]:
     """Plain Rotor: each block is kept whole or runs again whole."""
     for _, positions, slots in _chains(task):
-        yield from _from_chain(task, "rotor", positions, slots, lambda block: [kept_whole(block)])
+        yield from _from_chain(task, "rotor", positions, slots, lambda block: [keep_all(block.flat)])
 
 
 def cuts(task: MethodTask) -> Iterator[Sketch]:
@@ -73,15 +73,34 @@ def moments(task: MethodTask) -> Iterator[Sketch]:
     yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
 
 
+def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[tuple[int, Flags]]:
+    """(budget in bytes, which values are kept from the forward pass), for the budgets that the bound looked at.
+
+    What the bound's programme keeps at its first moment is what a schedule near the bound keeps from the forward pass.
+    The programme may keep a fraction of a value. Fractions are rounded at a few shares: above the share a value counts
+    as kept. The sets heed later moments too, which a minimum cut at one moment does not.
+    """
+    a = flat.arrays
+    forward = (a.producer >= 0) & (a.producer < a.boundary) & ~a.overwritten
+    pinned = a.held.copy()
+    pinned[forward] |= ~a.rerunnable[a.producer[forward]]
+    for guide in bound.guides:
+        early = pinned | (forward & asked(flat, range(a.boundary, guide.moment + 1)))
+        early[guide.values] = pinned[guide.values]
+        for share in _SHARES:
+            saved = early.copy()
+            kept = guide.values[guide.kept > share]
+            saved[kept] |= ~a.overwritten[kept]
+            yield guide.budget_bytes, saved
+
+
 def blocks(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with many options, at two granularities."""
     figures = task.figures
 
-    def orders(block: LocalBlock) -> list[Ints]:
-        return cut_orders(block, figures.block_cuts)
-
     for name, positions, slots in _chains(task):
-        yield from _from_chain(task, f"chain of {name} blocks", positions, slots, orders)
+        name = f"chain of {name} blocks"
+        yield from _from_chain(task, name, positions, slots, lambda block: cut_orders(block, figures.block_cuts))
 
 
 def exact(task: MethodTask) -> Iterator[Sketch]:
@@ -92,10 +111,7 @@ def exact(task: MethodTask) -> Iterator[Sketch]:
     def orders(block: LocalBlock) -> list[Ints]:
         cut = cut_orders(block, figures.block_cuts)
         work[0] -= block.flat.op_count
-        return [
-            *cut,
-            *exact_orders(block, cut, figures.exact_parts, figures.exact_nodes if work[0] >= 0 else 0),
-        ]
+        return [*cut, *exact_orders(block, cut, figures.exact_parts, figures.exact_nodes if work[0] >= 0 else 0)]
 
     chains = _chains(task)
     layers = merged_cuts(task.flat, chains[0][1], figures.exact_ops)
@@ -155,10 +171,7 @@ def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) ->
 def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
     """Cut positions and memory sizes told apart, at two granularities."""
     figures = task.figures
-    coarse, fine = (
-        coarse_cuts(task.flat, figures.coarse_blocks),
-        fine_cuts(task.flat, figures.fine_blocks),
-    )
+    coarse, fine = coarse_cuts(task.flat, figures.coarse_blocks), fine_cuts(task.flat, figures.fine_blocks)
     found = [("coarse", coarse, figures.coarse_slots), ("fine", fine, figures.fine_slots)]
     return found[: 1 if fine == coarse else 2]
 
@@ -176,10 +189,8 @@ def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, 
 
 def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
                 options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
-    chain = make_chain(task.flat, positions)
+    chain, limit = make_chain(task.flat, positions), options or task.figures.options
     beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
-    solved = solved_chain(
-        task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, options or task.figures.options
-    )
-    for m in distinct_slots(solved.front, task.figures.sizes):
-        yield sketch_of(task.flat, name, expand(task.flat, solved, m))
+    solved = solved_chain(task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, limit)
+    for order in expanded(task.flat, solved, task.figures.sizes):
+        yield sketch_of(task.flat, name, order)

@@ -1,1 +1,1 @@
-"""How kernels are compiled, run side by side, and draw numbers. Each file stands by itself."""
+"""How kernels are compiled, run side by side, draw numbers and find minimum cuts."""

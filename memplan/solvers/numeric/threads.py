@@ -14,10 +14,7 @@ _LOOK_S = 0.1  # between looks at the clock
 
 
 def side_by_side(
-    searches: Sequence[Iterator[_Item]],
-    found: Sequence[list[_Item]],
-    deadline_s: float,
-    ended: Callable[[int], None],
+    searches: Sequence[Iterator[_Item]], found: Sequence[list[_Item]], deadline_s: float, ended: Callable[[int], None]
 ) -> None:
     """Exhaust all searches, at most as many at once as there are cores; items go to the list at the same position.
 

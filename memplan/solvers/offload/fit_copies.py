@@ -151,16 +151,14 @@ class _CopySearch:
         Gives the index of the best; None where none is better than what was known.
         """
         best = None
-        least_s = {i: self._least_s(points[i]) for i in indices}
+        least_s = {i: points[i].time_s for i in indices}
+        if self.overlaps:  # then without waiting
+            least_s = {i: float(self.least_s[list(points[i].order)].sum()) for i in indices}
         for index in sorted(indices, key=least_s.__getitem__):
             if least_s[index] >= self.limit_s:
                 break
             best = index if self._try(points[index].solver, points[index].order) else best
         return best
-
-    def _least_s(self, point: Candidate) -> float:
-        """Seconds of an order without waiting."""
-        return float(self.least_s[list(point.order)].sum()) if self.overlaps else point.time_s
 
     def tries_between(self, points: Sequence[Candidate]) -> None:
         """Try orders that peak between these points: the higher ones brought down, the lower ones filled up."""
@@ -175,15 +173,8 @@ class _CopySearch:
     def best(self) -> Offloaded | None:
         """The fastest of which a schedule keeps what was promised."""
         for tried in sorted(self.found, key=lambda tried: tried.time_s):
-            places = _Places(
-                self.problem,
-                tried.order,
-                self.budget_bytes,
-                self.flat,
-                self.movables,
-                tried.saved_bytes,
-                tried.staying_bytes,
-            ).settled()
+            known = (self.problem, tried.order, self.budget_bytes, self.flat, self.movables)
+            places = _Places(*known, tried.saved_bytes, tried.staying_bytes).settled()
             assert places is not None
             schedule = overlapped(self.problem, places.schedule(), self.budget_bytes)
             timeline = simulate(self.problem, schedule)
@@ -235,13 +226,13 @@ def _placements(
     There are several where microbatches wait, one for each amount that they save, or where parameters may stay on the
     device between steps, one for each amount of those.
     """
-    amounts = [(0, 0)]
+    amounts, known = [(0, 0)], (problem, order, budget_bytes, flat, movables)
     if problem.in_flight > 1:
-        amounts = [(n, 0) for n in _Places(problem, order, budget_bytes, flat, movables).amounts_saved()]
+        amounts = [(n, 0) for n in _Places(*known).amounts_saved()]
     elif movables.lasting.any():
-        amounts = [(0, n) for n in _Places(problem, order, budget_bytes, flat, movables).amounts_staying()]
+        amounts = [(0, n) for n in _Places(*known).amounts_staying()]
     for saved_bytes, staying_bytes in amounts:
-        places = _Places(problem, order, budget_bytes, flat, movables, saved_bytes, staying_bytes).settled()
+        places = _Places(*known, saved_bytes, staying_bytes).settled()
         if places is not None:
             yield places
 

@@ -6,7 +6,7 @@ bytes of both stand in two scalars.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -110,30 +110,40 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
         taken = tuple(t for v in op.outputs if (t := values[v].reuses) is not None)
         reads.append(tuple(dict.fromkeys(v for v in (*op.inputs, *taken) if tracked[v])))
         makes.append(tuple(v for v in op.outputs if not values[v].resident))
-    overwritten, gradients_of = _overwritten(graph), graph.gradients_of
+    overwritten, gradients_of = set(_written_over(graph, graph.ops[: graph.boundary])), graph.gradients_of
     producer = [-1] * len(values)
     for index, row in enumerate(makes):
         for v in row:
             producer[v] = index
     taken_of = [v.reuses if v.reuses is not None and tracked[v.reuses] else -1 for v in values]
     rerunnable = _rerunnable(graph, reads, producer, overwritten, graph.ops[graph.boundary :])
-    arrays = _arrays(
-        reads,
-        makes,
+    scratch_bytes = list(problem.costs.scratch_bytes)
+    if updates:
+        rows = zip(scratch_bytes, graph.ops, strict=True)
+        scratch_bytes = [max([size, 0, *(values[v].update_bytes for v in op.outputs)]) for size, op in rows]
+    read_start, read = compressed(reads)
+    made_start, made = compressed(makes)
+    awaiting_start, awaiting = compressed([[g for v in op.inputs for g in gradients_of.get(v, ())] for op in graph.ops])
+    arrays = Arrays(
         boundary=graph.boundary,
+        read_start=read_start,
+        read=read,
+        made_start=made_start,
+        made=made,
         size_bytes=_ints([v.size_bytes for v in values]),
         taken=_ints(taken_of),
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
         gradient=np.array([v.role == "gradient" and v.home != "host" and not v.updates for v in values], np.bool_),
-        awaiting=[[g for v in op.inputs for g in gradients_of.get(v, ())] for op in graph.ops],
+        awaiting_start=awaiting_start,
+        awaiting=awaiting,
         producer=_ints(producer),
-        overwritten=np.array(overwritten, dtype=np.bool_),
+        overwritten=np.array([v in overwritten for v in range(len(values))], dtype=np.bool_),
         rerunnable=np.array(rerunnable, dtype=np.bool_),
         deferrable=np.array(_deferrable(graph, reads), dtype=np.bool_),
         random=np.array([op.random for op in graph.ops], dtype=np.bool_),
         time_s=np.array(problem.costs.time_s, dtype=np.float64),
-        scratch_bytes=_ints(_scratch_with_updates(problem) if updates else problem.costs.scratch_bytes),
+        scratch_bytes=_ints(scratch_bytes),
         rng_state_bytes=graph.rng_state_bytes,
         base_bytes=problem.resident_bytes,
         tangent_bytes=sum(values[t].size_bytes for t in graph.tangents),
@@ -144,31 +154,6 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
     )
     lost_late = rerunnable != _rerunnable(graph, reads, producer, overwritten, ())
     return Flat(arrays, tuple(reads), tuple(makes), lost_late)
-
-
-def _scratch_with_updates(problem: Problem) -> list[int]:
-    values = problem.graph.values
-    return [
-        max(scratch_bytes, *(values[v].update_bytes for v in op.outputs), 0)
-        for op, scratch_bytes in zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True)
-    ]
-
-
-def _arrays(
-    reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], awaiting: Sequence[Sequence[int]], **rest: Any
-) -> Arrays:
-    read_start, read = compressed(reads)
-    made_start, made = compressed(makes)
-    awaiting_start, awaited = compressed(awaiting)
-    return Arrays(
-        read_start=read_start,
-        read=read,
-        made_start=made_start,
-        made=made,
-        awaiting_start=awaiting_start,
-        awaiting=awaited,
-        **rest,
-    )
 
 
 def _ints(items: Sequence[int]) -> Ints:
@@ -182,35 +167,22 @@ def compressed(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return start, _ints([item for row in rows for item in row])
 
 
-def _overwritten(graph: Graph) -> list[bool]:
-    found = [False] * len(graph.values)
-    for op in graph.ops[: graph.boundary]:
-        for v in op.outputs:
-            taken = graph.values[v].reuses
-            if taken is not None:
-                found[taken] = True
-        for effect in op.effects:
-            found[effect.old] = True
-    return found
+def _written_over(graph: Graph, ops: Sequence[Op]) -> Iterator[int]:
+    """Values that are gone once these ops have run."""
+    for op in ops:
+        yield from (v for o in op.outputs if (v := graph.values[o].reuses) is not None)
+        yield from (effect.old for effect in op.effects)
 
 
 def _rerunnable(
-    graph: Graph,
-    reads: Sequence[Sequence[int]],
-    producer: Sequence[int],
-    overwritten: Sequence[bool],
-    later: Sequence[Op],
+    graph: Graph, reads: Sequence[Sequence[int]], producer: Sequence[int], overwritten: set[int], later: Sequence[Op]
 ) -> list[bool]:
     """Forward ops that can run again at any time: nothing that they read is lost for good, to `later` ops or before."""
-    lost = list(overwritten)
-    for op in later:
-        for v in (*(graph.values[o].reuses for o in op.outputs), *(effect.old for effect in op.effects)):
-            if v is not None and graph.values[v].resident:
-                lost[v] = True
+    lost = overwritten | {v for v in _written_over(graph, later) if graph.values[v].resident}
     found = [False] * len(graph.ops)
     for index, op in enumerate(graph.ops[: graph.boundary]):
-        resident_lost = any(lost[v] and graph.values[v].resident for v in op.inputs)
-        input_lost = any(lost[v] and not found[producer[v]] for v in reads[index])
+        resident_lost = any(v in lost and graph.values[v].resident for v in op.inputs)
+        input_lost = any(v in lost and not found[producer[v]] for v in reads[index])
         found[index] = op.recomputable and not resident_lost and not input_lost
     return found
 

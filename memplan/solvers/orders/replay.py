@@ -132,6 +132,12 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
     return peak, where, time_s
 
 
+def outcome(a: Arrays, order: Ints) -> tuple[int, float]:
+    """(peak bytes, seconds) of an order; a peak of -1 for one that is not legal."""
+    peak, _position, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
+    return int(peak), float(time_s)
+
+
 @kernel
 def prune(a: Arrays, order: Ints) -> Ints:
     """The order without runs that nobody reads. Each op runs once at least, and in the forward pass where it has to."""

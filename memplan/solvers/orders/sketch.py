@@ -8,8 +8,9 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.orders.flat import Flat, Ints
-from memplan.solvers.orders.replay import replay
+from memplan.solvers.orders.replay import outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,13 @@ class Sketch:
 
 def sketch_of(flat: Flat, solver: str, order: Ints) -> Sketch:
     """What an order comes to."""
-    peak, _position, time_s = replay(flat.arrays, order, np.zeros(len(order), dtype=np.int64))
-    return Sketch(int(peak), float(time_s), solver, order)
+    return Sketch(*outcome(flat.arrays, order), solver, order)
+
+
+def keep_all(flat: Flat) -> Ints:
+    """The order that runs every op once, in eager order."""
+    boundary = flat.arrays.boundary
+    return np.array([*range(boundary), BOUNDARY, *range(boundary, flat.op_count)], dtype=np.int64)
 
 
 class Point(Protocol):

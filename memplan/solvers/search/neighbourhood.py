@@ -10,8 +10,8 @@ First runs keep the order of the forward pass: other orders do not pay (docs/res
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from memplan.solvers.numeric.draws import DrawState, below
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Floats, Ints
 from memplan.solvers.orders.replay import fill, prune, replay
@@ -24,6 +24,8 @@ _POOL = 32  # values looked at for a split
 _SPLITS = 3  # of these, how many are tried until one helps
 _FEW, _MANY = 3, 24  # repeated runs left out
 _FILL_ROUNDS = 4
+
+DrawState = NDArray[np.uint64]  # of `_below`
 
 
 @kernel
@@ -65,6 +67,17 @@ def search_neighbours(
 
 
 @kernel
+def _below(state: DrawState, limit: int) -> int:
+    """A pseudo-random integer from 0 to limit - 1 (xorshift64*, Marsaglia, 2003, and Vigna, 2016), equal everywhere."""
+    x = state[0]
+    x ^= x >> np.uint64(12)
+    x ^= x << np.uint64(25)
+    x ^= x >> np.uint64(27)
+    state[0] = x
+    return int((x * np.uint64(2685821657736338717)) >> np.uint64(33)) % limit
+
+
+@kernel
 def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
     """The order less a few repeated runs, rather dear ones than others; empty where there are none.
 
@@ -73,18 +86,18 @@ def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
     again = _repeated(a, order)
     if len(again) == 0:
         return order[:0]
-    start = below(state, len(again))
-    other = below(state, len(again))
+    start = _below(state, len(again))
+    other = _below(state, len(again))
     if a.time_s[order[again[other]]] > a.time_s[order[again[start]]]:
         start = other
-    kind = below(state, 16)
+    kind = _below(state, 16)
     count = 1
     if kind < 3:
-        count = _FEW + 1 + below(state, _MANY - _FEW)
+        count = _FEW + 1 + _below(state, _MANY - _FEW)
     elif kind < 8:
-        count = 2 + below(state, _FEW - 1)
+        count = 2 + _below(state, _FEW - 1)
     keep = np.ones(len(order), dtype=np.bool_)
-    if below(state, 2) == 0:
+    if _below(state, 2) == 0:
         keep[again[start : start + count]] = False
     else:
         first = order[again[start]]
@@ -149,6 +162,6 @@ def _drawn(a: Arrays, events: Events, by_size: Ints, at: int, state: DrawState) 
     values, reads = live_through(events, by_size, at, len(by_size))
     cost: Floats = np.empty(len(values), dtype=np.float64)
     for i in range(len(values)):
-        cost[i] = a.time_s[a.producer[values[i]]] / a.size_bytes[values[i]] * (0.2 + below(state, 1024) / 1024.0)
+        cost[i] = a.time_s[a.producer[values[i]]] / a.size_bytes[values[i]] * (0.2 + _below(state, 1024) / 1024.0)
     first = np.argsort(cost, kind="mergesort")[:_POOL]
     return values[first], reads[first]
