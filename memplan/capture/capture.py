@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
@@ -32,6 +32,7 @@ from memplan.capture.collector import without_collections
 from memplan.capture.key import StepKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.island_ops import FORWARD
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
@@ -168,6 +169,7 @@ def _capture(
             **{one.name: getattr(options, one.name) for one in dataclasses.fields(TraceOptions)},
         )  # fmt: skip
         raw, settled, counters = _settled_trace(request, reads, attributes, memory)
+        _refuse_effects_in_checkpoints(raw, bool(settled or counters or attributes.set_anew))
         raw, other = _with_sums(raw, request, reads, memory), None
         outside = options.tangents is None and any(
             raw.outputs[i].meta["val"].dim() for i in raw.tangents
@@ -257,18 +259,39 @@ def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
 
 def _lasting_ops(raw: RawTrace) -> list[str]:
     """Ops of a trace that outlast it: writes to parameters, buffers and arguments, and draws of random numbers."""
+    calls, writes = [node for node in raw.module.graph.nodes if node.op == "call_function"], _writing(raw)
+    return [str(node.target) for node in calls if node in writes or _draws(node)]
+
+
+def _writing(raw: RawTrace) -> set[fx.Node]:
+    """The nodes that write to parameters, buffers and arguments."""
     nodes = raw.module.graph.nodes
     sources = (n.meta.get("val") for n in nodes if n.op == "placeholder")
     there = {storage_key(source) for source in sources if isinstance(source, torch.Tensor)}
-    return [
-        str(node.target)
-        for node in nodes
-        if node.op == "call_function"
-        and (
-            any(storage_key(written.meta["val"]) in there for written in written_nodes(node))
-            or op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+    calls = (node for node in nodes if node.op == "call_function")
+    return {node for node in calls if any(storage_key(n.meta["val"]) in there for n in written_nodes(node))}
+
+
+def _draws(node: fx.Node) -> bool:
+    return op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+
+
+def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> None:
+    """Refuse what would happen twice in a step, because a checkpoint of forward runs it again in backward.
+
+    leaves_attributes: forward sets attributes, in or out of checkpoints.
+    """
+    calls = [node for node in raw.checkpointed if node.op == "call_function"]
+    islands = {node: raw.islands[str(node.args[0])] for node in calls if node.target is FORWARD}
+    random = {node for node in calls if (islands[node].random if node in islands else _draws(node))}
+    again = [node for node in random if not raw.checkpointed[node]]
+    lasting = any(island.once or island.writes for island in islands.values()) or leaves_attributes or raw.reassigned
+    if again or not _writing(raw).isdisjoint(calls) or (calls and lasting):
+        what = "draws random numbers" if again else "writes to a buffer, or sets an attribute,"
+        raise UnsupportedModel(
+            f"forward {what} and calls torch.utils.checkpoint, which does so once more in backward; a planned step "
+            "would do it once. Leave the checkpoint out, for memplan decides what to recompute"
         )
-    ]
 
 
 def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memory: KeptMemory) -> RawTrace:

@@ -91,6 +91,7 @@ from memplan.torch_private.modes import without_function_modes as without_functi
 from memplan.torch_private.modes import without_modes as without_modes
 from memplan.torch_private.recomputation import SwitchedOff as SwitchedOff
 from memplan.torch_private.recomputation import everything_saved as everything_saved
+from memplan.torch_private.recomputation import without_checkpoints as without_checkpoints
 from memplan.torch_private.symbols import FixedSize as FixedSize
 from memplan.torch_private.symbols import Symbols as Symbols
 from memplan.torch_private.symbols import evaluator as evaluator

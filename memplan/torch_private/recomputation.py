@@ -17,6 +17,8 @@ from memplan.torch_private.hooks import without_saved_tensor_hooks
 
 _CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
 
+Hook = Callable[..., Any]
+
 
 @dataclass(frozen=True, slots=True)
 class SwitchedOff:
@@ -41,9 +43,8 @@ def everything_saved() -> Iterator[SwitchedOff]:
     off = SwitchedOff()
     was_called = eval_frame._callback_from_stance
 
-    def push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
-        of_checkpoint = str(getattr(pack, "__module__", "")).startswith("torch.utils.checkpoint")
-        off.counts[_CHECKPOINT if of_checkpoint else _HOOKS] += 1
+    def push(pack: Hook, unpack: Hook) -> None:
+        off.counts[_CHECKPOINT if _is_of_checkpoint(pack) else _HOOKS] += 1
 
     def call(callback: Any) -> Any:
         if callback not in (None, False):
@@ -64,3 +65,41 @@ def everything_saved() -> Iterator[SwitchedOff]:
         hooks = {"_push_saved_tensors_default_hooks": push, "_pop_saved_tensors_default_hooks": lambda: None}
         with exchanged(torch._C._autograd, **hooks), exchanged(eval_frame, _callback_from_stance=call):
             yield off
+
+
+def _is_of_checkpoint(pack: Hook) -> bool:
+    return str(getattr(pack, "__module__", "")).startswith("torch.utils.checkpoint")
+
+
+def _free(function: Any, name: str) -> Any:
+    """What a function takes from around it by this name."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+@contextlib.contextmanager
+def without_checkpoints(entered: Callable[[bool], None], left: Callable[[], None]) -> Iterator[None]:
+    """A context in which checkpoints without reentrant autograd save what they run, as if they were not there.
+
+    - entered: called where one begins to run its function, with whether it would draw the same random numbers again.
+    - left: called where it ends.
+    """
+    autograd: Any = torch._C._autograd
+    was_pushed, was_popped = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    are_of_checkpoints: list[bool] = []
+
+    def push(pack: Hook, unpack: Hook) -> None:
+        are_of_checkpoints.append(_is_of_checkpoint(pack))
+        if are_of_checkpoints[-1]:
+            entered(_free(_free(pack, "frame").recompute_fn, "preserve_rng_state"))
+        else:
+            was_pushed(pack, unpack)
+
+    def pop() -> None:
+        if are_of_checkpoints and are_of_checkpoints.pop():
+            left()
+        else:
+            was_popped()
+
+    hooks = {"_push_saved_tensors_default_hooks": push, "_pop_saved_tensors_default_hooks": pop}
+    with exchanged(autograd, **hooks):
+        yield

@@ -378,13 +378,6 @@ class SparseEmbedding(nn.Module):
         return self.table((x[:, 0].abs() * 8).long()).pow(2).mean()
 
 
-class CheckpointsItself(Net):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        from torch.utils.checkpoint import checkpoint
-
-        return checkpoint(self.features, x, use_reentrant=False).mean()
-
-
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -413,7 +406,6 @@ class CheckpointsItself(Net):
         (NoGrad, ["requires grad", "no_grad"]),
         (Foreign, ["requires grad", "(8,)", "parameter"]),
         (SparseEmbedding, ["sparse=False"]),
-        (CheckpointsItself, ["checkpoint"]),
     ],
     ids=lambda p: p.__name__ if isinstance(p, type) else "",
 )

@@ -13,7 +13,6 @@ from torch import nn
 import memplan
 from tests.capture.test_refusals import (
     AppendsToAList,
-    CheckpointsItself,
     Counter,
     CountOfNonzero,
     CountsInADict,
@@ -40,12 +39,12 @@ from tests.support.small import Net, net_and_sample
 from tests.support.zoo import assert_same_bits, copied
 
 KINDS = [
-    AppendsToAList, CheckpointsItself, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, DrawsAndBranches,
+    AppendsToAList, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, DrawsAndBranches,
     Foreign, KeepsATensor, KeepsATensorInADict, NoGrad, NumpyRandom, OwnGenerator, PythonRandom, RandomBranch,
     Resizes, SeedsItself, Selected, SparseEmbedding, UsesNumpy, WritesIntoAnEmptyTensor,
 ]  # fmt: skip
 QUICK = (  # one of those that are alike
-    AppendsToAList, CheckpointsItself, DataBranch, DataShape, DrawsAndBranches, Foreign, KeepsATensor, NoGrad,
+    AppendsToAList, DataBranch, DataShape, DrawsAndBranches, Foreign, KeepsATensor, NoGrad,
     NumpyRandom, OwnGenerator, SeedsItself, SparseEmbedding, WritesIntoAnEmptyTensor,
 )  # fmt: skip
 

@@ -126,6 +126,7 @@ class Noted:
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
     - odd_sums: (number of an addition in backward, its node, that of its first operand) where its strides would be
       others if it were made in place.
+    - checkpointed: nodes that a checkpoint of forward would run twice, and whether it draws the same numbers again.
     - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
 
@@ -142,6 +143,7 @@ class Noted:
     summed: tuple[str, ...] = ()
     inner: dict[int, bool] = field(default_factory=dict)
     odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
+    checkpointed: dict[fx.Node, bool] = field(default_factory=dict)
     specs: dict[str, Any] = field(default_factory=dict)
 
 

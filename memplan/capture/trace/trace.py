@@ -148,6 +148,7 @@ class _StepTrace:
             stack.enter_context(private.not_tracing_for_transformers())
             stack.enter_context(generator_kept(request.device, lambda: self._notes.drew))
             stack.enter_context(self._notes.noting_modules())
+            stack.enter_context(self._notes.noting_checkpoints())
             stack.enter_context(as_without_modes())
             stack.enter_context(as_on_cuda(request.capability))
             stack.enter_context(results_forgotten(request.model))

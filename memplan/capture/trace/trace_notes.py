@@ -33,6 +33,7 @@ class TraceNotes(Noted):
     - additions: how many there were in backward.
     - renamed: names of nodes by the ones that they had while they were traced, where these are others.
     - fixed_at: by symbol, where PyTorch came to depend on its value.
+    - checkpoints: those whose functions are running: the count of nodes at their begin, and whether they draw again.
     - running: modules whose calls are not over.
     - python_state: of Python's generators when a module last began or ended. drew: the modules in which they moved.
 
@@ -52,6 +53,7 @@ class TraceNotes(Noted):
     additions: int = 0
     renamed: dict[str, str] = field(default_factory=dict)
     fixed_at: dict[str, str] = field(default_factory=dict)
+    checkpoints: list[tuple[int, bool]] = field(default_factory=list)
     running: list[nn.Module] = field(default_factory=list)
     python_state: Any = None
     drew: tuple[Any, ...] = ()
@@ -127,6 +129,19 @@ class TraceNotes(Noted):
     def place(self, line: str) -> str:
         """The running module and a source line, in words."""
         return f"{self.where} at {line}" if self.where else f"at {line}"
+
+    def noting_checkpoints(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which checkpoints of forward do nothing, and the nodes in them are noted."""
+
+        def enter(draws_again: bool) -> None:
+            self.checkpoints.append((len(private.tracer_graph().nodes), draws_again))
+
+        def leave() -> None:
+            start, draws_again = self.checkpoints.pop()
+            for node in list(private.tracer_graph().nodes)[start:]:
+                self.checkpointed[node] = draws_again and self.checkpointed.get(node, True)
+
+        return private.without_checkpoints(enter, leave)
 
     @contextlib.contextmanager
     def noting_modules(self) -> Iterator[None]:
