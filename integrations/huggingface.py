@@ -174,11 +174,11 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
             "memplan.integrations.deepspeed: trainer.add_callback(MemplanDeepSpeedCallback(trainer)), which plans by "
             "the memplan section of the DeepSpeed config"
         )
-    if getattr(args, "fsdp", None):
+    sharding = args.fsdp_config if args.fsdp and isinstance(args.fsdp_config, dict) else {}
+    if sharding.get("xla") or int(sharding.get("version", 2)) != 2:
         raise ValueError(
-            "MemplanCallback got TrainingArguments(fsdp=...), and can't follow how the Trainer shards the model. Leave "
-            "fsdp out and train with DistributedDataParallel, or shard the model with fully_shard in a loop of your "
-            "own: memplan.apply plans it there"
+            "MemplanCallback got TrainingArguments(fsdp=...) of FSDP's first version, or for XLA, and plans what FSDP2 "
+            'shards. Set fsdp_config={"version": 2}'
         )
     if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
         raise ValueError(
@@ -199,8 +199,8 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
 
 def _grads(args: TrainingArguments) -> str:
     """The `grads` that the training arguments need: looking for unused parameters in autograd's graph takes "edges"."""
-    searched = args.parallel_mode == ParallelMode.DISTRIBUTED and args.ddp_find_unused_parameters is not False
-    return "edges" if searched else "surface"
+    by_ddp = args.parallel_mode == ParallelMode.DISTRIBUTED and not args.fsdp
+    return "edges" if by_ddp and args.ddp_find_unused_parameters is not False else "surface"
 
 
 def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx import traceback
 from torch.utils.checkpoint import CheckpointFunction
 
 from memplan.torch_private.autograd import functions_applied_by
@@ -17,7 +18,7 @@ from memplan.torch_private.hooks import without_saved_tensor_hooks
 
 _CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
 
-Hook = Callable[..., Any]
+_SavedHook = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def everything_saved() -> Iterator[SwitchedOff]:
     off = SwitchedOff()
     was_called = eval_frame._callback_from_stance
 
-    def push(pack: Hook, unpack: Hook) -> None:
+    def push(pack: _SavedHook, unpack: _SavedHook) -> None:
         off.counts[_CHECKPOINT if _is_of_checkpoint(pack) else _HOOKS] += 1
 
     def call(callback: Any) -> Any:
@@ -67,7 +68,7 @@ def everything_saved() -> Iterator[SwitchedOff]:
             yield off
 
 
-def _is_of_checkpoint(pack: Hook) -> bool:
+def _is_of_checkpoint(pack: _SavedHook) -> bool:
     return str(getattr(pack, "__module__", "")).startswith("torch.utils.checkpoint")
 
 
@@ -87,7 +88,7 @@ def without_checkpoints(entered: Callable[[bool], None], left: Callable[[], None
     was_pushed, was_popped = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
     are_of_checkpoints: list[bool] = []
 
-    def push(pack: Hook, unpack: Hook) -> None:
+    def push(pack: _SavedHook, unpack: _SavedHook) -> None:
         are_of_checkpoints.append(_is_of_checkpoint(pack))
         if are_of_checkpoints[-1]:
             entered(_free(_free(pack, "frame").recompute_fn, "preserve_rng_state"))
@@ -101,5 +102,6 @@ def without_checkpoints(entered: Callable[[bool], None], left: Callable[[], None
             was_popped()
 
     hooks = {"_push_saved_tensors_default_hooks": push, "_pop_saved_tensors_default_hooks": pop}
-    with exchanged(autograd, **hooks):
+    tags = dict(traceback.current_meta)  # which a checkpoint with policies writes to, as in a trace of Dynamo's
+    with exchanged(autograd, **hooks), exchanged(traceback, current_meta=tags):
         yield

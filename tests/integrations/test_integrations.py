@@ -299,10 +299,12 @@ def test_deepspeed_has_a_callback_of_its_own(tmp_path: Path) -> None:
         MemplanCallback(BUDGET).on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
 
 
-def test_sharding_by_the_trainer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", [{"version": 1}, {"version": 2, "xla": True}])
+def test_sharding_by_other_engines_than_fsdp2_is_refused(sharding: dict[str, Any], tmp_path: Path) -> None:
+    """tests/ranks/cells_fsdp_loops.py trains with FSDP2."""
     args = arguments(tmp_path)
-    args.fsdp = "full_shard"
-    with pytest.raises(ValueError, match=r"fully_shard in a loop of your own: memplan\.apply"):
+    args.fsdp, args.fsdp_config = True, sharding
+    with pytest.raises(ValueError, match="Set fsdp_config="):
         MemplanCallback(BUDGET).on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
 
 

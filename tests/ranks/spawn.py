@@ -29,6 +29,7 @@ MODULES = (
     "tests.ranks.cells_deepspeed",
     "tests.ranks.cells_deepspeed_host",
     "tests.ranks.cells_deepspeed_loops",
+    "tests.ranks.cells_fsdp_loops",
     "tests.ranks.cells_deepspeed_sections",
     "tests.ranks.cells_pipelines",
     "tests.ranks.cells_offload",
