@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from memplan.fusion.group_program import GroupProgram
-from memplan.fusion.records import write_record
+from memplan.fusion.group_program import GroupProgram, write_record
 from memplan.logs import show_count
 
 PATIENCE_S = 300.0  # for one group

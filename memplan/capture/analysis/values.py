@@ -56,12 +56,16 @@ class _StepBuilder:
     def read_nodes(self) -> list[int]:
         """Fill the draft. Gives the values that hold the outputs at the boundary."""
         phase: Phase = "forward"
-        placeholders = self._sources()
+        sources = [Resident("parameter", n) for n in self.raw.parameter_names]
+        sources += [Resident("buffer", n) for n in self.raw.buffer_names]
+        sources += [Resident("input", n, i) for i, n in enumerate(self.input_names)]
+        placeholders = (n for n in self.raw.module.graph.nodes if n.op == "placeholder")
+        self.draft.residents.update(zip(placeholders, sources, strict=True))
         tangents = {node: index for index, node in self.raw.tangents.items()}
         output_values: list[int] = []
         for node in self.raw.module.graph.nodes:
             if node.op == "placeholder":
-                source = self.draft.residents[node] = placeholders[node]
+                source = self.draft.residents[node]
                 self._add_root_or_storage(node, node.meta["val"], source.kind, source.name)
             elif node.op == "get_attr" and node not in self.draft.residents:
                 self._add_constant(node)
@@ -109,13 +113,6 @@ class _StepBuilder:
         return self.raw.template.names[index].strip(".") or "output"
 
     # -- tensors from outside ---------------------------------------------------------------------------------------
-
-    def _sources(self) -> dict[fx.Node, Resident]:
-        nodes = [n for n in self.raw.module.graph.nodes if n.op == "placeholder"]
-        sources = [Resident("parameter", n) for n in self.raw.parameter_names]
-        sources += [Resident("buffer", n) for n in self.raw.buffer_names]
-        sources += [Resident("input", n, i) for i, n in enumerate(self.input_names)]
-        return dict(zip(nodes, sources, strict=True))
 
     def _add_constant(self, node: fx.Node) -> None:
         name = str(node.target)
@@ -197,17 +194,13 @@ class _StepBuilder:
         op = next((op for op in reversed(self.draft.ops) if op.node is source), None)
         assert op is not None, f"getitem of unknown node {source}"
         if not any(m.index == index and m.node is not source for m in op.made):
-            op.made.append(Made(node, index, self._first_version(op, self.draft.storage(node))))
+            value = self.draft.present(node)
+            while value not in op.outputs:  # later ops have written to it
+                older = self.draft.values[value].reuses
+                assert older is not None
+                value = older
+            op.made.append(Made(node, index, value))
             self.draft.add_root(node)
-
-    def _first_version(self, op: DraftOp, storage: DraftStorage) -> int:
-        """The value that `op` made in a storage which later ops may have written to."""
-        value = storage.value
-        while value not in op.outputs:
-            older = self.draft.values[value].reuses
-            assert older is not None
-            value = older
-        return value
 
     # -- ops --------------------------------------------------------------------------------------------------------
 

@@ -302,7 +302,9 @@ class _StepTrace:
         edges = Edges(starts)
         self._islands.look_at(edges)
         notes.summed = tuple(name for name, leaf in own.items() if len(edges.to(leaf)) > 1)
-        notes.inner = _inner(template, edges)
+        derived = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
+        of_all = Edges(derived.values())
+        notes.inner = {i: bool(edges.to(tensor)) for i, tensor in derived.items() if of_all.to(tensor)}
         _refuse_state_of_backward(edges, self._islands)
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own), autocast:
@@ -383,13 +385,3 @@ def _refuse_state_of_backward(edges: Edges, islands: IslandsTraced) -> None:
             "forward and backward; a planned step would not notice. Pass it to the function as an argument",
             MakeIslands([islands.applied.get(f, (f,)) for f in depend]),
         )
-
-
-def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
-    """Outputs from which others derive, by position; True where one of these others is a start of backward.
-
-    edges: the graph behind those starts.
-    """
-    tensors = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
-    of_all = Edges(tensors.values())
-    return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}
