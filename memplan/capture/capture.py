@@ -138,11 +138,7 @@ def capture(
 
 
 def _capture(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    sample: Sample | Call,
-    options: CaptureOptions,
-    made: MadeTensors,
+    model: nn.Module, forward: Callable[..., Any], sample: Sample | Call, options: CaptureOptions, made: MadeTensors
 ) -> Capture:
     """What `capture` gives. made: notes the tensors of its traces."""
     loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands

@@ -271,13 +271,7 @@ class NamedState:
             )  # fmt: skip
 
     def _name(
-        self,
-        key: Any,
-        title: str,
-        table: Callable[[set[str]], NamedTable],
-        owned: bool,
-        name: str,
-        held: bool = False,
+        self, key: Any, title: str, table: Callable[[set[str]], NamedTable], owned: bool, name: str, held: bool = False
     ) -> None:
         if not (name.startswith("__") and name.endswith("__")):
             self._namespaces.setdefault(key, _Namespace(title, table, owned, held)).names.add(name)
