@@ -69,10 +69,7 @@ def _is_traced(hook: Any) -> bool:
     """
     home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
     traced = home == "transformers.utils.output_capturing" or home.startswith("memplan.capture.trace.")
-    return traced or name.endswith(_REQUIRES_GRADS)
-
-
-_REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"
+    return traced or name.endswith(".enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
 @contextlib.contextmanager

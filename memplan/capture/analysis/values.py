@@ -251,7 +251,17 @@ class _StepBuilder:
             tensor = like.meta["val"]
             stand_in = MetaTensor(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
             kwargs["device"] = kwargs.get("device") or tensor.device
-            return _plain_factory(node, kwargs) or (node.target, (stand_in, *args[1:]), kwargs)
+            # Factories over meta tensors run through slow Python kernels, so common ones do without.
+            made = node.meta["val"]
+            size, stride = list(made.shape), list(made.stride())
+            options = {"dtype": made.dtype, "device": kwargs["device"]}
+            if node.target in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
+                return aten.empty_strided.default, (size, stride), options
+            if made.is_contiguous() and node.target in (aten.zeros_like.default, aten.new_zeros.default):
+                return aten.zeros.default, (size,), options
+            if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
+                return aten.ones.default, (size,), options
+            return node.target, (stand_in, *args[1:]), kwargs
         if node.target is aten.lift_fresh_copy.default:
             constant = args[0]
             assert isinstance(constant, fx.Node)
@@ -303,17 +313,3 @@ class _StepBuilder:
                 raise self._refusal(
                     node, f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results"
                 )
-
-
-def _plain_factory(node: fx.Node, kwargs: dict[str, Any]) -> CallParts | None:
-    """A common factory without its model tensor: factories over meta tensors run through slow Python kernels."""
-    made = node.meta["val"]
-    size, stride = list(made.shape), list(made.stride())
-    options = {"dtype": made.dtype, "device": kwargs["device"]}
-    if node.target in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
-        return aten.empty_strided.default, (size, stride), options
-    if made.is_contiguous() and node.target in (aten.zeros_like.default, aten.new_zeros.default):
-        return aten.zeros.default, (size,), options
-    if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
-        return aten.ones.default, (size,), options
-    return None

@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,16 +87,13 @@ class _Differentiated:
         return result
 
 
-@contextlib.contextmanager
-def as_without_modes() -> Iterator[None]:
+def as_without_modes() -> contextlib.AbstractContextManager[None]:
     """A context in which this thread runs and differentiates ops as it would without dispatch modes.
 
     Raises UnsupportedModel from a forward or a backward pass where eager's path depends on data.
     """
     with _MAKING:
-        ops = _exchanged_ops()
-    with ops.active():
-        yield
+        return _exchanged_ops().active()
 
 
 # -- composite ops ---------------------------------------------------------------------------------------------------

@@ -305,7 +305,13 @@ class _StepTrace:
         derived = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
         of_all = Edges(derived.values())
         notes.inner = {i: bool(edges.to(tensor)) for i, tensor in derived.items() if of_all.to(tensor)}
-        _refuse_state_of_backward(edges, self._islands)
+        depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
+        for function, state in depend.items():  # in a plan it is that of the trace
+            raise Refusal(
+                f"the backward of the autograd function {function.__name__} depends on {state}, which may change "
+                "between forward and backward; a planned step would not notice. Pass it to the function as an argument",
+                MakeIslands([self._islands.applied.get(f, (f,)) for f in depend]),
+            )
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own), autocast:
             return list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
@@ -373,15 +379,4 @@ class _StepTrace:
             told=self._request.islands.told,
             handed=frozenset(self._islands.handed),
             **{one.name: getattr(notes, one.name) for one in fields(Noted)},
-        )
-
-
-def _refuse_state_of_backward(edges: Edges, islands: IslandsTraced) -> None:
-    """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
-    depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
-    for function, state in depend.items():
-        raise Refusal(
-            f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
-            "forward and backward; a planned step would not notice. Pass it to the function as an argument",
-            MakeIslands([islands.applied.get(f, (f,)) for f in depend]),
         )
