@@ -139,11 +139,7 @@ def capture(
 
 
 def _capture(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    sample: Sample | Call,
-    options: CaptureOptions,
-    made: MadeTensors,
+    model: nn.Module, forward: Callable[..., Any], sample: Sample | Call, options: CaptureOptions, made: MadeTensors
 ) -> Capture:
     """What `capture` gives. made: notes the tensors of its traces."""
     loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands
@@ -160,11 +156,13 @@ def _capture(
     refuse_hooks(model, loss_fn is not None, shards, islands)
     ignored = () if shards is None else shards.attributes
     reads = AttributeReads([owner for _, owner in attribute_owners(model, ignored, run)])
+    whole = {} if shards is None else {name: shards.shard(p) for name, p in model.named_parameters()}
+    shapes = {name: shard.shape for name, shard in whole.items() if shard is not None}
     memory, autocast = KeptMemory(), Autocast.ambient(planned_device.type)
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
             model, call.requiring_grad(options.requiring), run, autocast, planned_device,
-            shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory,
+            shapes=shapes, moves_inputs=device is not None, memory=memory,
             left=functools.partial(attributes.look, reads), made=made,
             **{one.name: getattr(options, one.name) for one in dataclasses.fields(TraceOptions)},
         )  # fmt: skip
@@ -316,13 +314,6 @@ def _trace_once_more(reads: AttributeReads, request: TraceRequest) -> RawTrace |
         return _trace_noting_reads(reads, request)
     except UnsupportedModel:
         return None
-
-
-def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
-    """Shapes of sharded parameters, by name."""
-    if shards is None:
-        return {}
-    return {name: shard.shape for name, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
 
 
 def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:

@@ -14,11 +14,10 @@ def without_collections() -> Iterator[None]:
     While a trace is made, it would go through all objects of the process again and again, and find nothing, because
     what a trace consists of stays. One full collection takes half a second where a large library is loaded.
     """
-    if not gc.isenabled():
-        yield
-        return
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()

@@ -6,9 +6,10 @@ These are numbers ("is the mask all ones?") and shapes of results (how many elem
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,12 @@ class Guards:
         written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
         graph, made, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
         varying = {} if traced.sizes is None else traced.sizes.nodes
-        self._refuse_shared_memory(needed, written)
+        shared = Counter(storage_of(n) for n in needed if n.op == "placeholder")
+        if any(shared[memory] > 1 for memory in written):  # the program copies each for itself
+            raise UnsupportedModel(
+                "forward writes to an argument or a buffer that shares memory with another one, and then reads numbers "
+                "or shapes from them. Pass copies"
+            )
         numbers = self._sizes_before(graph, [varying[n.name] for n in needed if n.name in varying])
         by_name = {n.name: n for n in needed}
 
@@ -95,8 +101,12 @@ class Guards:
             if node in guarded:  # now: later ops may write to it. Nor are large results kept
                 read = "size" if guarded[node] else "clone"
                 self._found[node] = graph.call_method(read, (made[node],))
+        # What the program writes to is copied first, so that the caller's tensor stays as it is.
         for node in [n for n in made if n.op == "placeholder" and storage_of(n) in written]:
-            self._copy_first(graph, made[node])
+            first = next(n for n in graph.nodes if n.op != "placeholder")
+            with graph.inserting_before(first):
+                copied = graph.call_function(torch.ops.aten.clone.default, (made[node],))
+            made[node].replace_all_uses_with(copied, functools.partial(operator.is_not, copied))
         graph.output([self._found[guard.node] for guard in traced.guards])
         return fx.GraphModule(root, graph, class_name="Guards")
 
@@ -109,16 +119,6 @@ class Guards:
         self._evaluate = private.evaluator([expression.text for expression in before])
         return {expression: graph.placeholder(f"size_{i}") for i, expression in enumerate(before)}
 
-    @staticmethod
-    def _refuse_shared_memory(needed: Iterable[fx.Node], written: Collection[object]) -> None:
-        """Refuse writes to inputs or buffers that lie in one memory: the program copies each for itself."""
-        shared = Counter(storage_of(n) for n in needed if n.op == "placeholder")
-        if any(shared[memory] > 1 for memory in written):
-            raise UnsupportedModel(
-                "forward writes to an argument or a buffer that shares memory with another one, and then reads numbers "
-                "or shapes from them. Pass copies"
-            )
-
     def _size(self, symbol: int, graph: fx.Graph, numbers: dict[Expression, fx.Node]) -> fx.Node:
         """The value of a symbol, in the program."""
         assert self._sizes is not None
@@ -129,14 +129,6 @@ class Guards:
         if source.index is None:
             return graph.call_method("item", (found,))
         return graph.call_function(operator.getitem, (found, source.index))
-
-    @staticmethod
-    def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
-        """Let the program copy an input that it writes to, so that the caller's tensor stays as it is."""
-        first = next(n for n in graph.nodes if n.op != "placeholder")
-        with graph.inserting_before(first):
-            copied = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
-        placeholder.replace_all_uses_with(copied, lambda user: user is not copied)
 
     @property
     def lines(self) -> list[str]:

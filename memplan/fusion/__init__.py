@@ -7,7 +7,7 @@ with `fuse_step`, which reads as its stages:
 - `groups` joins what can run together.
 - `rematerialise` has backward make again what is cheap.
 - `donations` has results written over what is read for the last time.
-- `compile_groups` compiles and tries each distinct group: `group_program` is a group as plain data, `workers` are the
-  processes that compile it, `records` what is known of it on disk.
+- `compile_groups` compiles and tries each distinct group: `group_program` is a group as plain data, with what is known
+  of it on disk, `workers` are the processes that compile it.
 - `fused_step` writes the result.
 """

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
-from memplan.fusion.group_program import GroupProgram
+from memplan.fusion.group_program import GroupProgram, read_record, write_record
 from memplan.fusion.groups import FusedGroup, Unit
-from memplan.fusion.records import read_record, write_record
 from memplan.fusion.step_graph import place_of_node
 from memplan.fusion.workers import compile_elsewhere
 from memplan.logs import log

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,6 +146,26 @@ class GroupProgram:
             if private.MemoryLayout.of(tensor) != wanted:
                 raise ValueError(f"a result lies as {private.MemoryLayout.of(tensor)} instead of {wanted}")
         return {o: inputs[storage_key(t)] for o, t in enumerate(made) if storage_key(t) in inputs}
+
+
+def read_record(key: str) -> dict[int, int] | None:
+    """What the compiled group of a key writes over what: position of an output -> that of an input. None: not known."""
+    try:
+        return {int(output): int(given) for output, given in json.loads(_record(key).read_text()).items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def write_record(key: str, over: Mapping[int, int]) -> None:
+    """Keep it, as far as the disk lets one."""
+    with contextlib.suppress(OSError):
+        _record(key).parent.mkdir(parents=True, exist_ok=True)
+        _record(key).write_text(json.dumps(dict(over)))
+
+
+def _record(key: str) -> Path:
+    """A file in Inductor's cache: records go when the code goes."""
+    return Path(private.inductor_cache_dir()) / "memplan" / f"{key}.json"
 
 
 def _card(device: torch.device) -> tuple[Any, ...]:

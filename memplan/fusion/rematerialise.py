@@ -41,65 +41,53 @@ def rematerialise(step: StepGraph, units: Iterable[Unit]) -> None:
         if isinstance(group, int):
             overwritten.update(step.overwrites[step.externs[group]])
         elif group.phase == "backward":
-            cut = _Cut(group, forward, made_anyway, read_anyway, overwritten)
-            group.nodes = sorted(cut.made_again, key=order.__getitem__) + group.nodes
-            read_anyway |= cut.saved
+            made_again, saved = _cut(group, forward, made_anyway, read_anyway, overwritten)
+            group.nodes = sorted(made_again, key=order.__getitem__) + group.nodes
+            read_anyway |= saved
 
 
-class _Cut:
+def _cut(
+    group: FusedGroup,
+    forward: Set[fx.Node],
+    made_anyway: Counter[fx.Node],
+    read_anyway: Set[fx.Node],
+    overwritten: Set[fx.Node],
+) -> tuple[list[fx.Node], set[fx.Node]]:
     """What one backward group makes again, and which values of forward it then reads."""
+    largest = max((bytes_of_node(n) for n in group.nodes), default=0)
 
-    def __init__(
-        self,
-        group: FusedGroup,
-        forward: Set[fx.Node],
-        made_anyway: Counter[fx.Node],
-        read_anyway: Set[fx.Node],
-        overwritten: Set[fx.Node],
-    ) -> None:
-        self._forward, self._made_anyway, self._read_anyway = forward, made_anyway, read_anyway
-        self._overwritten = overwritten
-        self._largest = max((bytes_of_node(n) for n in group.nodes), default=0)
-        self._network = nx.DiGraph()
-        self._seen: dict[fx.Node, None] = {}
-        self.made_again: list[fx.Node] = []
-        self.saved: set[fx.Node] = set()
-        reads = [b for b in group.read() if b in forward]
-        for base in reads:
-            self._visit(base)
-            self._network.add_edge((base, "out"), "sink")
-        if reads:
-            _, (_, near_sink) = nx.minimum_cut(self._network, "source", "sink")
-            self.made_again = [n for n in self._seen if (n, "in") in near_sink]
-            self.saved = {n for n in self._seen if (n, "in") not in near_sink and (n, "out") in near_sink}
-
-    def _visit(self, node: fx.Node) -> None:
-        stack = [node]
-        while stack:
-            node = stack.pop()
-            if node in self._seen:
-                continue
-            self._seen[node] = None
-            self._network.add_edge((node, "in"), (node, "out"), capacity=self._weight(node))
-            if not self._can_make(node):
-                self._network.add_edge("source", (node, "in"))
-                continue
-            for base in (base_of(a) for a in node.all_input_nodes):
-                self._network.add_edge((base, "out"), (node, "in"))
-                stack.append(base)
-
-    def _weight(self, node: fx.Node) -> float:
-        if node in self._overwritten:
+    def weight(node: fx.Node) -> float:
+        if node in overwritten:
             return math.inf
         if node_kind(node) == "source":
             return 0
-        only_to_be_saved = node_kind(node) == "computed" and not self._made_anyway[node]
+        only_to_be_saved = node_kind(node) == "computed" and not made_anyway[node]
         size = bytes_of_node(node) * (2 if only_to_be_saved else 1)
-        return max(1, size // (8 if node in self._read_anyway else 1))
+        return max(1, size // (8 if node in read_anyway else 1))
 
-    def _can_make(self, node: fx.Node) -> bool:
-        """Whether the group may run it."""
-        if node not in self._forward or node.target in _NEVER or not is_tensor(node):
+    def can_make(node: fx.Node) -> bool:
+        if node not in forward or node.target in _NEVER or not is_tensor(node):
             return False
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CHEAP
-        return pointwise and bytes_of_node(node) * _SMALL >= self._largest
+        return pointwise and bytes_of_node(node) * _SMALL >= largest
+
+    network, seen = nx.DiGraph(), dict[fx.Node, None]()
+    stack = reads = [b for b in group.read() if b in forward]
+    if not reads:
+        return [], set()
+    network.add_edges_from(((base, "out"), "sink") for base in reads)
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen[node] = None
+        network.add_edge((node, "in"), (node, "out"), capacity=weight(node))
+        if can_make(node):
+            bases = [base_of(a) for a in node.all_input_nodes]
+            network.add_edges_from(((base, "out"), (node, "in")) for base in bases)
+            stack += bases
+        else:
+            network.add_edge("source", (node, "in"))
+    _, (_, near_sink) = nx.minimum_cut(network, "source", "sink")
+    made_again = [n for n in seen if (n, "in") in near_sink]
+    return made_again, {n for n in seen if (n, "in") not in near_sink and (n, "out") in near_sink}

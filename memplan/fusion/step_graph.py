@@ -240,14 +240,11 @@ class StepGraph:
         expansion = self._expansions[key]
         if any(node.op == "get_attr" for node in expansion.graph.nodes):  # a constant, of which a plan would not know
             return None
-        return self._inlined(expansion, list(tensors))
-
-    def _inlined(self, module: fx.GraphModule, tensors: list[fx.Node]) -> list[fx.Node | None]:
         local: dict[fx.Node, fx.Node] = {}
-        given, results = iter(tensors), None
-        for node in module.graph.nodes:
+        inputs, results = iter(tensors), None
+        for node in expansion.graph.nodes:
             if node.op == "placeholder":
-                local[node] = next(given)
+                local[node] = next(inputs)
             elif node.op == "output":
                 results = node.args[0]
             else:

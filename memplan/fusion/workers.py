@@ -20,8 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from memplan.fusion.group_program import GroupProgram
-from memplan.fusion.records import write_record
+from memplan.fusion.group_program import GroupProgram, write_record
 from memplan.logs import show_count
 
 PATIENCE_S = 300.0  # for one group
@@ -38,9 +37,7 @@ def compile_elsewhere(programs: Mapping[str, GroupProgram]) -> dict[str, str]:
     left, failed, done = list(programs.items()), dict[str, str](), 0
     on_gpu = {program.device for program in programs.values() if program.device.type == "cuda"}
     room = (torch.cuda.mem_get_info(device)[0] // _ON_GPU_BYTES for device in on_gpu)
-    count = min(len(left), os.cpu_count() or 1, *room)
-    if sys.platform == "win32":  # which can't wait for pipes
-        count = 0
+    count = 0 if sys.platform == "win32" else min(len(left), os.cpu_count() or 1, *room)  # Windows can't wait for pipes
     workers = [_Worker(bool(on_gpu)) for _ in range(count)]
     try:
         while workers:

@@ -11,15 +11,22 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def exchanged(home: Any, **values: Any) -> Iterator[None]:
-    """A context in which a module or a class has other attributes: `exchanged(torch, compile=refuse)`."""
+    """A context in which a module, a class or an object has other attributes: `exchanged(torch, compile=refuse)`."""
     before = {name: vars(home).get(name, _ABSENT) for name in values}
     try:
         for name, value in values.items():
-            setattr(home, name, value)
+            _put(home, name, value)
         yield
     finally:
         for name, value in before.items():
-            if value is _ABSENT:
-                delattr(home, name)
-            else:
-                setattr(home, name, value)
+            _put(home, name, value)
+
+
+def _put(home: Any, name: str, value: Any) -> None:
+    """Set an attribute, or delete it. A `__setattr__` of the object's class is not asked."""
+    if isinstance(home, type):
+        delattr(home, name) if value is _ABSENT else setattr(home, name, value)
+    elif value is _ABSENT:
+        vars(home).pop(name, None)
+    else:
+        vars(home)[name] = value

@@ -71,13 +71,9 @@ _OPS = torch.library.Library("memplan", "DEF")
 _OPS.define("sum_of_weights(Tensor weight, Tensor target, int ignore_index) -> Tensor")
 
 
-def sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """The sum of the weights of all targets that are not ignored.
-
-    It is one op in a trace, because what it holds in between has a shape that depends on data.
-    """
-    result: torch.Tensor = torch.ops.memplan.sum_of_weights.default(weight, target, ignore_index)
-    return result
+# The sum of the weights of all targets that are not ignored. It is one op in a trace, because what it holds in between
+# has a shape that depends on data.
+sum_of_weights = torch.ops.memplan.sum_of_weights.default
 
 
 def _sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import nn
 from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.fakes import FakeTensor
 
-_INSTEAD, _ABSENT = "_compiled_call_impl", object()
+_INSTEAD = "_compiled_call_impl"
 
 
 def global_hook_tables() -> list[dict[int, Any]]:
@@ -44,23 +44,10 @@ def calls_instead(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
     `nn.Module.__call__` asks the module, then its class, for what `module.compile()` puts there.
     """
-    before = [(home, vars(home).get(_INSTEAD, _ABSENT)) for home in calls]
-    for home, call in calls.items():
-        _put_call(home, call)
-    try:
+    with contextlib.ExitStack() as stack:
+        for home, call in calls.items():
+            stack.enter_context(exchanged(home, **{_INSTEAD: call}))
         yield
-    finally:
-        for home, value in before:
-            _put_call(home, value)
-
-
-def _put_call(home: Any, value: Any) -> None:
-    if isinstance(home, type):
-        delattr(home, _INSTEAD) if value is _ABSENT else setattr(home, _INSTEAD, value)
-    elif value is _ABSENT:
-        vars(home).pop(_INSTEAD, None)
-    else:
-        vars(home)[_INSTEAD] = value
 
 
 def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -82,10 +69,7 @@ def _is_traced(hook: Any) -> bool:
     """
     home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
     traced = home == "transformers.utils.output_capturing" or home.startswith("memplan.capture.trace.")
-    return traced or name.endswith(_REQUIRES_GRADS)
-
-
-_REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"
+    return traced or name.endswith(".enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
 @contextlib.contextmanager

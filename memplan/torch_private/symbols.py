@@ -57,6 +57,7 @@ class Symbols:
     """The symbols of one trace. Sizes of 0 and 1 get none: PyTorch's kernels look at those in their own ways.
 
     - mode: the fake mode of the trace.
+    - values: what they are in the trace.
     """
 
     def __init__(self, fixed: Callable[[str, int], None]) -> None:
@@ -64,7 +65,7 @@ class Symbols:
         self._env = SymbolEnv()
         self._env.fixed = fixed
         self._symbols: list[sympy.Symbol] = []
-        self._values: list[int] = []
+        self.values: list[int] = []
         self._text: dict[Any, str] = {}
         self.mode = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self._env)
 
@@ -77,7 +78,7 @@ class Symbols:
         # Eager leaves out a slice that takes all. A trace does so where it knows that the end is not within the tensor.
         self._env.constrain_symbol_range(symbol, 2, _MOST)
         self._symbols.append(symbol)
-        self._values.append(value)
+        self.values.append(value)
         return self._env.create_symintnode(symbol, hint=value, source=source)
 
     def fake(
@@ -101,11 +102,6 @@ class Symbols:
         """A context for a trace over these fakes."""
         with _sizes_left_open(), self.mode:
             yield
-
-    @property
-    def values(self) -> tuple[int, ...]:
-        """Those in the trace."""
-        return tuple(self._values)
 
     @property
     def fixed(self) -> list[int]:

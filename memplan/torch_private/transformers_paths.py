@@ -6,6 +6,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from memplan.torch_private.exchanged import exchanged
 
@@ -18,12 +19,10 @@ def not_tracing_for_transformers() -> Iterator[None]:
     heads: other kernels and other bits than the plain step.
     """
     module = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_fake_tensor", None)
-    if original is None:
-        yield
-        return
+    original: Any = getattr(module, "is_fake_tensor", None)
     owner = threading.get_ident()
-    with exchanged(module, is_fake_tensor=lambda tensor: original(tensor) if threading.get_ident() != owner else False):
+    of_others = {"is_fake_tensor": lambda tensor: threading.get_ident() != owner and original(tensor)}
+    with exchanged(module, **({} if original is None else of_others)):
         yield
 
 

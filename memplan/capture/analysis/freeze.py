@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from memplan.capture.analysis.draft import Draft, DraftOp, DraftValue
+from memplan.capture.analysis.draft import Draft, DraftOp
 from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow
 from memplan.capture.ops.layout import generator_state_bytes, tensor_text
@@ -45,7 +45,19 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
     rooted = {node for nodes in roots.values() for node in nodes}
     parameters = _parameters(draft, used)
     graph = Graph(
-        values=tuple(_value(draft.values[v], number, parameters.get(v, ())) for v in used),
+        values=tuple(
+            Value(
+                value.name,
+                value.size_bytes,
+                value.role,
+                value.held,
+                reuses=None if value.reuses is None else number[value.reuses],
+                tensor=tensor_in(value.roots),
+                parameters=tuple(sorted({number[v] for v in parameters.get(old, ())})),
+            )
+            for old in used
+            for value in [draft.values[old]]
+        ),
         ops=tuple(_op(draft, op, number) for op in draft.ops),
         boundary=sum(op.phase == "forward" for op in draft.ops),
         rng_state_bytes=generator_state_bytes(draft.device),
@@ -102,18 +114,6 @@ def _parameters(draft: Draft, used: Sequence[int]) -> dict[int, list[int]]:
             if source is not None and source.kind == "parameter":
                 memory[source.name].append(index)
     return {g.value: [v for name in g.parameters for v in memory[name]] for g in draft.gradients}
-
-
-def _value(value: DraftValue, number: Renumbering, parameters: Sequence[int]) -> Value:
-    return Value(
-        value.name,
-        value.size_bytes,
-        value.role,
-        value.held,
-        reuses=None if value.reuses is None else number[value.reuses],
-        tensor=tensor_in(value.roots),
-        parameters=tuple(sorted({number[v] for v in parameters})),
-    )
 
 
 def tensor_in(roots: Sequence[fx.Node]) -> str:

@@ -31,6 +31,7 @@ from memplan.capture.ops.sizes import (
 )
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
+from memplan.torch_private import pytree
 
 
 def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
@@ -50,6 +51,8 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
         raise UnsupportedModel(f"PyTorch depends on a number that forward reads from data: {'; '.join(places)}")
 
     def written(thing: Any) -> Any:
+        if isinstance(thing, MetaTensor):
+            return MetaTensor(tuple(map(written, thing.size)), tuple(map(written, thing.stride)), thing.dtype)
         return expression_of(thing, symbols) if private.is_symbolic(thing) else thing
 
     nodes, results = dict[str, CallSizes](), dict[str, tuple[TensorSizes | None, ...]]()
@@ -61,14 +64,14 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
             results[node.name] = tuple(None if t is None else TensorSizes.of(t, symbols) for t in found)
     kernels = {}
     for index, kernel in enumerate(traced.kernels):
-        call = CallSizes(_each(kernel.args, written), _each(kernel.kwargs, written))
+        call = CallSizes(pytree.tree_map(written, kernel.args), pytree.tree_map(written, kernel.kwargs))
         if expressions_in((call.args, call.kwargs)):
             kernels[index] = call
             if kernel.repeat_args != kernel.args:
                 raise UnsupportedModel(f"{kernel.target} writes statistics, and has arguments that are sizes")
     sizes = Sizes(
         sources=tuple(symbolic.sources),
-        here=symbols.values,
+        here=tuple(symbols.values),
         fixed=places,
         conditions=symbols.conditions(),
         inputs=tuple(TensorSizes.of(t, symbols) for t in symbolic.tensors),
@@ -169,14 +172,3 @@ def _kernel(kernel: Kernel, new: Mapping[fx.Node, fx.Node]) -> Kernel:
         made=tuple(Made(new[m.node], m.index, m.value) for m in kernel.made),
         repeat_args=again,
     )
-
-
-def _each(things: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested arguments with each one changed, those of `MetaTensor`s too."""
-    if isinstance(things, MetaTensor):
-        return MetaTensor(_each(things.size, change), _each(things.stride, change), things.dtype)
-    if isinstance(things, (list, tuple)):
-        return type(things)(_each(thing, change) for thing in things)
-    if isinstance(things, dict):
-        return {name: _each(thing, change) for name, thing in things.items()}
-    return change(things)

@@ -56,12 +56,16 @@ class _StepBuilder:
     def read_nodes(self) -> list[int]:
         """Fill the draft. Gives the values that hold the outputs at the boundary."""
         phase: Phase = "forward"
-        placeholders = self._sources()
+        sources = [Resident("parameter", n) for n in self.raw.parameter_names]
+        sources += [Resident("buffer", n) for n in self.raw.buffer_names]
+        sources += [Resident("input", n, i) for i, n in enumerate(self.input_names)]
+        placeholders = (n for n in self.raw.module.graph.nodes if n.op == "placeholder")
+        self.draft.residents.update(zip(placeholders, sources, strict=True))
         tangents = {node: index for index, node in self.raw.tangents.items()}
         output_values: list[int] = []
         for node in self.raw.module.graph.nodes:
             if node.op == "placeholder":
-                source = self.draft.residents[node] = placeholders[node]
+                source = self.draft.residents[node]
                 self._add_root_or_storage(node, node.meta["val"], source.kind, source.name)
             elif node.op == "get_attr" and node not in self.draft.residents:
                 self._add_constant(node)
@@ -109,13 +113,6 @@ class _StepBuilder:
         return self.raw.template.names[index].strip(".") or "output"
 
     # -- tensors from outside ---------------------------------------------------------------------------------------
-
-    def _sources(self) -> dict[fx.Node, Resident]:
-        nodes = [n for n in self.raw.module.graph.nodes if n.op == "placeholder"]
-        sources = [Resident("parameter", n) for n in self.raw.parameter_names]
-        sources += [Resident("buffer", n) for n in self.raw.buffer_names]
-        sources += [Resident("input", n, i) for i, n in enumerate(self.input_names)]
-        return dict(zip(nodes, sources, strict=True))
 
     def _add_constant(self, node: fx.Node) -> None:
         name = str(node.target)
@@ -197,17 +194,13 @@ class _StepBuilder:
         op = next((op for op in reversed(self.draft.ops) if op.node is source), None)
         assert op is not None, f"getitem of unknown node {source}"
         if not any(m.index == index and m.node is not source for m in op.made):
-            op.made.append(Made(node, index, self._first_version(op, self.draft.storage(node))))
+            value = self.draft.present(node)
+            while value not in op.outputs:  # later ops have written to it
+                older = self.draft.values[value].reuses
+                assert older is not None
+                value = older
+            op.made.append(Made(node, index, value))
             self.draft.add_root(node)
-
-    def _first_version(self, op: DraftOp, storage: DraftStorage) -> int:
-        """The value that `op` made in a storage which later ops may have written to."""
-        value = storage.value
-        while value not in op.outputs:
-            older = self.draft.values[value].reuses
-            assert older is not None
-            value = older
-        return value
 
     # -- ops --------------------------------------------------------------------------------------------------------
 
@@ -258,7 +251,17 @@ class _StepBuilder:
             tensor = like.meta["val"]
             stand_in = MetaTensor(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
             kwargs["device"] = kwargs.get("device") or tensor.device
-            return _plain_factory(node, kwargs) or (node.target, (stand_in, *args[1:]), kwargs)
+            # Factories over meta tensors run through slow Python kernels, so common ones do without.
+            made = node.meta["val"]
+            size, stride = list(made.shape), list(made.stride())
+            options = {"dtype": made.dtype, "device": kwargs["device"]}
+            if node.target in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
+                return aten.empty_strided.default, (size, stride), options
+            if made.is_contiguous() and node.target in (aten.zeros_like.default, aten.new_zeros.default):
+                return aten.zeros.default, (size,), options
+            if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
+                return aten.ones.default, (size,), options
+            return node.target, (stand_in, *args[1:]), kwargs
         if node.target is aten.lift_fresh_copy.default:
             constant = args[0]
             assert isinstance(constant, fx.Node)
@@ -310,17 +313,3 @@ class _StepBuilder:
                 raise self._refusal(
                     node, f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results"
                 )
-
-
-def _plain_factory(node: fx.Node, kwargs: dict[str, Any]) -> CallParts | None:
-    """A common factory without its model tensor: factories over meta tensors run through slow Python kernels."""
-    made = node.meta["val"]
-    size, stride = list(made.shape), list(made.stride())
-    options = {"dtype": made.dtype, "device": kwargs["device"]}
-    if node.target in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
-        return aten.empty_strided.default, (size, stride), options
-    if made.is_contiguous() and node.target in (aten.zeros_like.default, aten.new_zeros.default):
-        return aten.zeros.default, (size,), options
-    if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
-        return aten.ones.default, (size,), options
-    return None

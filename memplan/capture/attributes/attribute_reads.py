@@ -29,17 +29,10 @@ from memplan.capture.attributes.named_state import NamedState, is_of_library
 from memplan.capture.attributes.named_table import NamedTable
 
 _IN_ALL = "__dict__"
-_OF_MODULES = frozenset(
-    method.__code__
-    for method in (
-        nn.Module.__getattr__,
-        nn.Module.__setattr__,
-        nn.Module.__delattr__,
-        nn.Module.register_buffer,
-        nn.Module.register_parameter,
-        nn.Module.add_module,
-    )
-)  # these look for parameters, buffers and submodules there
+_OF_MODULES = frozenset(  # these look for parameters, buffers and submodules there
+    getattr(nn.Module, name).__code__
+    for name in ("__getattr__", "__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
+)
 
 _lock = threading.RLock()
 _listening: dict[type, Any] = {}  # classes, and the `__setattr__` of their own

@@ -14,9 +14,9 @@ import dis
 import functools
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NameChain = tuple[str, ...]  # a name, and the attributes that are read from what it names: ("CONFIG", "scale")
 
@@ -72,21 +72,20 @@ class CodeFacts:
 @functools.lru_cache(maxsize=4096)
 def facts_of_code(code: CodeType) -> CodeFacts:
     """What a code object names."""
-    found: dict[str, set[NameChain]] = {"globals": set(), "closure": set(), "imports": set()}
-    own, others, stored, sets = set[str](), set[str](), set[str](), set[str]()
+    found: dict[str, set[Any]] = {one.name: set() for one in fields(CodeFacts)}
     first = code.co_varnames[:1] if code.co_argcount else ()
     kind, chain, imported = "", list[str](), ""
 
     def end() -> None:
         nonlocal kind
-        if kind in found:
+        if kind in ("globals", "closure"):
             found[kind].add(tuple(chain))
-            others.update(chain[1:])
+            found["others"].update(chain[1:])
             if kind == "closure" and chain[:1] == list(first) and len(chain) > 1:  # a function inside has it, too
-                own.add(chain[1])
+                found["own"].add(chain[1])
         elif kind == "own" and chain:
-            own.add(chain[0])
-            others.update(chain[1:])
+            found["own"].add(chain[0])
+            found["others"].update(chain[1:])
         kind = ""
         chain.clear()
 
@@ -95,7 +94,7 @@ def facts_of_code(code: CodeType) -> CodeFacts:
         if name in _BETWEEN:
             continue
         if name == "STORE_ATTR":
-            sets.add(str(value))
+            found["sets"].add(str(value))
         if name in _ATTRIBUTE and kind:
             chain.append(str(value))
             continue
@@ -104,14 +103,14 @@ def facts_of_code(code: CodeType) -> CodeFacts:
             kind = "globals"
             chain.append(str(value))
             if name == "STORE_GLOBAL":
-                stored.add(str(value))
+                found["stored"].add(str(value))
         elif name in _CLOSURE:
             kind = "closure"
             chain.append(str(value))
         elif name in _LOCAL or name.startswith("LOAD_FAST"):
             kind = "own" if isinstance(value, str) and (value,) == first else ""
         elif name in _ATTRIBUTE:
-            others.add(str(value))
+            found["others"].add(str(value))
         elif name == "IMPORT_NAME":
             imported = str(value)
             found["imports"].add((imported,))
@@ -121,19 +120,8 @@ def facts_of_code(code: CodeType) -> CodeFacts:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             facts = facts_of_code(inner)
-            found["globals"] |= facts.globals
-            found["closure"] |= facts.closure
-            own |= {chain[1] for chain in facts.closure if chain[:1] == first and len(chain) > 1}
-            found["imports"] |= facts.imports
-            others |= facts.own | facts.others
-            stored |= facts.stored
-            sets |= facts.sets
-    return CodeFacts(
-        globals=frozenset(found["globals"]),
-        closure=frozenset(found["closure"]),
-        imports=frozenset(found["imports"]),
-        own=frozenset(own),
-        others=frozenset(others),
-        stored=frozenset(stored),
-        sets=frozenset(sets),
-    )
+            for name in ("globals", "closure", "imports", "stored", "sets"):
+                found[name] |= getattr(facts, name)
+            found["own"] |= {chain[1] for chain in facts.closure if chain[:1] == first and len(chain) > 1}
+            found["others"] |= facts.own | facts.others
+    return CodeFacts(**{name: frozenset(names) for name, names in found.items()})

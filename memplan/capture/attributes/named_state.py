@@ -207,12 +207,8 @@ class NamedState:
                 if other in self._classes:
                     for name in facts.own & vars(other).keys():
                         self._reach(vars(other)[name])
-        defaults = dict(
-            zip(
-                reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
-                reversed(function.__defaults__ or ()),
-            )
-        )
+        arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
+        defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ())))
         self._name_held(function, f"{_DEFAULTS}{function.__qualname__}", defaults | (function.__kwdefaults__ or {}))
         owned = not _is_installed(function.__module__)
         for name in vars(function):
@@ -271,13 +267,7 @@ class NamedState:
             )  # fmt: skip
 
     def _name(
-        self,
-        key: Any,
-        title: str,
-        table: Callable[[set[str]], NamedTable],
-        owned: bool,
-        name: str,
-        held: bool = False,
+        self, key: Any, title: str, table: Callable[[set[str]], NamedTable], owned: bool, name: str, held: bool = False
     ) -> None:
         if not (name.startswith("__") and name.endswith("__")):
             self._namespaces.setdefault(key, _Namespace(title, table, owned, held)).names.add(name)

@@ -57,9 +57,7 @@ class NamedTable(MutableMapping[str, Any]):
     @staticmethod
     def of_class(kind: type, names: Iterable[str]) -> NamedTable:
         """Attributes that a class itself has."""
-        return NamedTable(
-            names, vars(kind).get, functools.partial(setattr, kind), functools.partial(delattr, kind)
-        )  # fmt: skip
+        return NamedTable(names, vars(kind).get, functools.partial(setattr, kind), functools.partial(delattr, kind))
 
     @staticmethod
     def of_slots(owner: Any, names: Iterable[str]) -> NamedTable:

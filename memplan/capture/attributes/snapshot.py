@@ -27,11 +27,7 @@ class Snapshot:
     """What the attributes in some tables were, except ignored ones and those that nothing reads."""
 
     def __init__(
-        self,
-        tables: list[tuple[str, Table]],
-        model: nn.Module,
-        reads: AttributeReads,
-        ignored: Collection[str] = (),
+        self, tables: list[tuple[str, Table]], model: nn.Module, reads: AttributeReads, ignored: Collection[str]
     ) -> None:
         of_modules = {id(vars(module)) for module in model.modules()}
         root, unchecked = vars(model), CHECKED_ELSEWHERE | frozenset(ignored)

@@ -154,11 +154,10 @@ class IslandCall:
         if self.varies:
             raise private.FixedSize(f"{self.function} saves other tensors from step to step")
         opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
-        costs = (
+        forward_cost, backward_cost = (
             c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
             for c in (self.forward_cost, self.backward_cost)
         )
-        forward_cost, backward_cost = costs
         island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
         numbers = island.numbers(tensors, [static[place] for place in opened])
         island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)

@@ -86,9 +86,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def dense_layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(size, stride) of a dense tensor like `tensor`: its own strides where it is dense, else contiguous ones."""
     size = tuple(tensor.shape)
-    if is_dense(tensor):
-        return size, tuple(tensor.stride())
-    return size, dense_stride(size)
+    return size, tuple(tensor.stride()) if is_dense(tensor) else dense_stride(size)
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -103,11 +101,8 @@ def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def overlap(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether views of one storage may share elements (conservative: their address ranges meet)."""
-    ranges = []
-    for t in tensors:
-        reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        ranges.append((t.storage_offset(), t.storage_offset() + reach))
-    ranges.sort()
+    reaches = (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in tensors)
+    ranges = sorted((t.storage_offset(), t.storage_offset() + reach) for t, reach in zip(tensors, reaches, strict=True))
     return any(later[0] <= earlier[1] for earlier, later in pairwise(ranges))
 
 

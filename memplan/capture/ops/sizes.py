@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -275,10 +275,7 @@ class TensorSizes:
     @staticmethod
     def of(tensor: torch.Tensor, symbols: private.Symbols) -> TensorSizes:
         """The layout of a fake tensor with symbols."""
-
-        def size(number: Any) -> Size:
-            return expression_of(number, symbols)
-
+        size = partial(expression_of, symbols=symbols)
         return TensorSizes(
             tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), size(tensor.storage_offset()),
             storage_key(tensor), size(tensor.untyped_storage().nbytes()),

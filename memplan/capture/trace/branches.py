@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,35 +75,25 @@ class _Differentiated:
         saved = [getattr(node, f"_saved_{name}") for name in self.saved]
         # A hook that knew its node would keep it alive.
         saved = [t.detach() if name == "result" else t for name, t in zip(self.saved, saved)]
-        node.register_hook(_Hook(self.formula, saved, caller_line()))
+        formula, place = self.formula, caller_line()
+
+        def hook(results: Tensors, given: Tensors) -> Tensors | None:
+            found = formula(saved, results, given)
+            if isinstance(found, str):
+                raise UnsupportedModel(f"{found}. It is run at {place}")
+            return found
+
+        node.register_hook(hook)
         return result
 
 
-@dataclass(frozen=True, slots=True)
-class _Hook:
-    """A hook of one autograd node. place: the line of forward that made the node."""
-
-    formula: Formula
-    saved: Sequence[Any]
-    place: str
-
-    def __call__(self, results: Tensors, given: Tensors) -> Tensors | None:
-        found = self.formula(self.saved, results, given)
-        if isinstance(found, str):
-            raise UnsupportedModel(f"{found}. It is run at {self.place}")
-        return found
-
-
-@contextlib.contextmanager
-def as_without_modes() -> Iterator[None]:
+def as_without_modes() -> contextlib.AbstractContextManager[None]:
     """A context in which this thread runs and differentiates ops as it would without dispatch modes.
 
     Raises UnsupportedModel from a forward or a backward pass where eager's path depends on data.
     """
     with _MAKING:
-        ops = _exchanged_ops()
-    with ops.active():
-        yield
+        return _exchanged_ops().active()
 
 
 # -- composite ops ---------------------------------------------------------------------------------------------------
@@ -235,23 +225,17 @@ def _cross_entropy(
             x, target, weight, reduction, ignore_index, label_smoothing
         )
     x, weight = _in_the_dtype_of_autocast("cross_entropy_loss", x, weight)
+    # What `cross_entropy_loss_label_smoothing` in LossNLL.cpp runs, op by op, on tensors of ordinary layouts.
     with torch.autocast(x.device.type, enabled=False):
-        return _smoothed_mean(x, target, weight, ignore_index, label_smoothing)
-
-
-def _smoothed_mean(
-    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, ignore_index: int, label_smoothing: float
-) -> torch.Tensor:
-    """Run what `cross_entropy_loss_label_smoothing` in LossNLL.cpp runs, op by op, on tensors of ordinary layouts."""
-    class_dim = 0 if x.dim() == 1 else 1
-    logs = aten.log_softmax.int(x, class_dim, x.dtype)
-    loss = aten.nll_loss_nd.default(logs, target, weight, _MEAN, ignore_index)
-    by_class = weight.view([-1 if i == class_dim else 1 for i in range(x.dim())])
-    smooth = -(logs * by_class).sum(class_dim)
-    smooth = smooth.masked_fill_(target == ignore_index, 0.0)
-    mean = smooth.sum() / private.sum_of_weights(weight, target, ignore_index)
-    result: torch.Tensor = (1 - label_smoothing) * loss + mean * (label_smoothing / x.shape[class_dim])
-    return result
+        class_dim = 0 if x.dim() == 1 else 1
+        logs = aten.log_softmax.int(x, class_dim, x.dtype)
+        loss = aten.nll_loss_nd.default(logs, target, weight, _MEAN, ignore_index)
+        by_class = weight.view([-1 if i == class_dim else 1 for i in range(x.dim())])
+        smooth = -(logs * by_class).sum(class_dim)
+        smooth = smooth.masked_fill_(target == ignore_index, 0.0)
+        mean = smooth.sum() / private.sum_of_weights(weight, target, ignore_index)
+        result: torch.Tensor = (1 - label_smoothing) * loss + mean * (label_smoothing / x.shape[class_dim])
+        return result
 
 
 def _values_alone(op: Any, alone: Callable[..., Any], a: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

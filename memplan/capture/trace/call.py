@@ -137,6 +137,7 @@ class OutputTemplate:
     - tensors, names: the tensors that were found, until it lets go of them, and where each stands.
     - returned: how many of these the model returned; it left the others elsewhere.
     - out_of_reach: things that hold tensors which can't be exchanged.
+    - attributes: (name of the table, key) of each attribute that the model has set.
     """
 
     def __init__(self, output: Any, shared: Sequence[Any]) -> None:
@@ -144,13 +145,14 @@ class OutputTemplate:
         self.names: list[str] = []
         self.out_of_reach: list[str] = []
         self._shared = {id(thing): thing for thing in shared}
-        self._output = self._without_tensors(output, "")
-        self._attributes: list[tuple[str, str, _Tree]] = []
+        self.attributes: list[tuple[str, str]] = []
+        self._trees = [self._without_tensors(output, "")]  # what the model returned, then what it left in attributes
         self.returned = len(self.tensors)
 
     def add_attribute(self, owner: str, key: str, value: Any) -> None:
         """Add what the model left in an attribute. owner: the name of the attribute table."""
-        self._attributes.append((owner, key, self._without_tensors(value, f"attribute {owner}.{key}")))
+        self.attributes.append((owner, key))
+        self._trees.append(self._without_tensors(value, f"attribute {owner}.{key}"))
 
     def _without_tensors(self, value: Any, name: str) -> _Tree:
         leaves, spec = pytree.tree_flatten(value)
@@ -182,8 +184,7 @@ class OutputTemplate:
 
         number: gives the expression for a number that depends on sizes which vary.
         """
-        self._output = self._emptied(self._output, number)
-        self._attributes = [(owner, key, self._emptied(tree, number)) for owner, key, tree in self._attributes]
+        self._trees = [self._emptied(tree, number) for tree in self._trees]
         self.tensors = []
 
     def _emptied(self, tree: _Tree, number: Callable[[Any], Any]) -> _Tree:
@@ -203,24 +204,18 @@ class OutputTemplate:
 
         numbers: of a call's sizes, where they vary.
         """
-        trees = (self._output, *(t for _, _, t in self._attributes))
-        leaves = [_number(leaf, numbers) for tree in trees for leaf in tree.leaves]
-        specs = [self._output.spec, *(tree.spec for _, _, tree in self._attributes)]
+        leaves = [_number(leaf, numbers) for tree in self._trees for leaf in tree.leaves]
+        specs = [tree.spec for tree in self._trees]
         lasting = (bool, int, float, complex, str, bytes, type(None), _Slot)
         return (self.attributes, specs, [leaf if type(leaf) in lasting else type(leaf) for leaf in leaves])
 
     def fill(self, tensors: Sequence[torch.Tensor], numbers: Numbers) -> Any:
         """The output with other tensors, one for each of `self.tensors`. numbers: of the call's sizes."""
-        return self._filled(self._output, tensors, numbers)
-
-    @property
-    def attributes(self) -> list[tuple[str, str]]:
-        """(name of the table, key) of each attribute that the model has set."""
-        return [(owner, key) for owner, key, _ in self._attributes]
+        return self._filled(self._trees[0], tensors, numbers)
 
     def fill_attributes(self, tensors: Sequence[torch.Tensor], numbers: Numbers) -> list[Any]:
         """A value for each of `attributes`, with other tensors."""
-        return [self._filled(value, tensors, numbers) for _, _, value in self._attributes]
+        return [self._filled(tree, tensors, numbers) for tree in self._trees[1:]]
 
     def _filled(self, tree: _Tree, tensors: Sequence[torch.Tensor], numbers: Numbers) -> Any:
         leaves = []

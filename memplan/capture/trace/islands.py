@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -178,7 +178,7 @@ class IslandsTraced:
         sizes = [arguments.static[place] for place in island.open]
         made = _AsOps.apply(self, here, sizes, *arguments.tensors, *further)  # type: ignore[no-untyped-call]
         found = iter(made if isinstance(made, tuple) else (made,))
-        outputs = [next(found) if _is_place(output) else output for output in facts.outputs]
+        outputs = [next(found) if isinstance(output, Place) else output for output in facts.outputs]
         return pytree.tree_unflatten(outputs, facts.spec)
 
     def look_at(self, edges: Edges) -> None:
@@ -360,10 +360,6 @@ def is_lasting(thing: Any) -> bool:
     )
 
 
-def _is_place(output: Any) -> TypeGuard[Place]:
-    return isinstance(output, Place)
-
-
 class _AsOps(torch.autograd.Function):
     """Writes the forward op of an island to a trace, and its backward op where backward comes to it."""
 
@@ -374,7 +370,7 @@ class _AsOps(torch.autograd.Function):
         tensors = given[: len(island.inputs)]
         *results, ticket = FORWARD(island.name, list(tensors), sizes)
         sources = {("input", i): t for i, t in enumerate(tensors)} | {("result", i): t for i, t in enumerate(results)}
-        places = [(p, d) for p, d in zip(facts.outputs, facts.differentiable, strict=True) if _is_place(p)]
+        places = [(p, d) for p, d in zip(facts.outputs, facts.differentiable, strict=True) if isinstance(p, Place)]
         outputs = [place.view_of(sources[place.source]) for place, _ in places]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, (_, d) in zip(outputs, places, strict=True) if not d))
@@ -389,7 +385,7 @@ class _AsOps(torch.autograd.Function):
         assert forward is not None
         assert backward is not None
         handed = iter(grads)
-        given = [next(handed) if _is_place(output) else None for output in forward.outputs]
+        given = [next(handed) if isinstance(output, Place) else None for output in forward.outputs]
         pattern = tuple(g is not None for g in given)
         if pattern != backward.given:
             ctx.traced.given[island.name] = pattern

@@ -213,26 +213,19 @@ def _repeated(recording: private.Recording, func: Any, call: _OpCall, known: _Re
     outputs, seen = list[Any](), list[Any]()
     for index, result in enumerate(known.results):
         place = node if known.kind is None else recording.write(operator.getitem, (node, index), {})
-        outputs.append(None if result is None else _output(recording, place, call.tensors, result))
+        output = None
+        if result is not None:
+            home = None if result.argument is None else call.tensors[result.argument]
+            with private.without_modes(), recording.unwritten():
+                memory = private.meta_memory(result.own_bytes) if home is None else home.untyped_storage()
+                contents = result.layout.within(memory)
+            output = _bound(recording, place, contents, result.device, home if result.same else None)
+        outputs.append(output)
         seen.append(place.meta.get("val"))
     if known.kind is None:
         return outputs[0]
     node.meta["val"] = known.kind(seen)
     return known.kind(outputs)
-
-
-def _output(
-    recording: private.Recording, node: fx.Node, given: Sequence[torch.Tensor], result: _Result
-) -> torch.Tensor:
-    """One of the known results."""
-    with private.without_modes(), recording.unwritten():
-        if result.argument is None:
-            memory = private.meta_memory(result.own_bytes)
-        else:
-            memory = given[result.argument].untyped_storage()
-        contents = result.layout.within(memory)
-    same = given[result.argument] if result.argument is not None and result.same else None
-    return _bound(recording, node, contents, result.device, same)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

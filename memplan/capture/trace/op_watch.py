@@ -248,7 +248,17 @@ class OpWatch(private.TorchDispatchMode):
             return certain
         source = caller_line()
         if not self._derives_from_inputs(closure):
-            return self._decide(tensor, source, seen)
+            branches = tensor.dtype is torch.bool and self._notes.template is None
+            if seen is None or not branches:
+                raise Refusal(
+                    f"control flow depends on computed data: module {self._notes.module} "
+                    f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
+                    "it in, or use tensor operations such as torch.where",
+                    TakeBranches([self._notes.around()]) if branches else None,
+                )
+            # The branch that forward took when it ran. The boolean is copied, for it may be written to later.
+            self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
+            return bool(seen.value)
         if _draws(closure):
             raise UnsupportedModel(
                 f"control flow depends on random numbers: module {self._notes.module}, "
@@ -264,19 +274,6 @@ class OpWatch(private.TorchDispatchMode):
         if varies:
             self._recording.bind_number(number, node)
         return number
-
-    def _decide(self, tensor: torch.Tensor, source: str, seen: Answer | None) -> bool:
-        """The branch that forward took when it ran. A copy of the boolean is kept: it may be written to later."""
-        branches = tensor.dtype is torch.bool and self._notes.template is None
-        if seen is None or not branches:
-            raise Refusal(
-                f"control flow depends on computed data: module {self._notes.module} "
-                f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
-                "it in, or use tensor operations such as torch.where",
-                TakeBranches([self._notes.around()]) if branches else None,
-            )
-        self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
-        return bool(seen.value)
 
 
 def _draws(closure: Sequence[fx.Node]) -> bool:

@@ -29,8 +29,7 @@ def only_waits(hook: Any) -> bool:
 
 
 def watching_tensors(
-    note_requires_grad: Callable[[torch.Tensor], None],
-    read_attribute: Callable[[torch.Tensor, str], Any],
+    note_requires_grad: Callable[[torch.Tensor], None], read_attribute: Callable[[torch.Tensor, str], Any]
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which forward may put hooks on tensors that change gradients.
 

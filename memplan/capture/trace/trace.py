@@ -303,8 +303,16 @@ class _StepTrace:
         edges = Edges(starts)
         self._islands.look_at(edges)
         notes.summed = tuple(name for name, leaf in own.items() if len(edges.to(leaf)) > 1)
-        notes.inner = _inner(template, edges)
-        _refuse_state_of_backward(edges, self._islands)
+        derived = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
+        of_all = Edges(derived.values())
+        notes.inner = {i: bool(edges.to(tensor)) for i, tensor in derived.items() if of_all.to(tensor)}
+        depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
+        for function, state in depend.items():  # in a plan it is that of the trace
+            raise Refusal(
+                f"the backward of the autograd function {function.__name__} depends on {state}, which may change "
+                "between forward and backward; a planned step would not notice. Pass it to the function as an argument",
+                MakeIslands([self._islands.applied.get(f, (f,)) for f in depend]),
+            )
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own), autocast:
             return list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
@@ -373,24 +381,3 @@ class _StepTrace:
             handed=frozenset(self._islands.handed),
             **{one.name: getattr(notes, one.name) for one in fields(Noted)},
         )
-
-
-def _refuse_state_of_backward(edges: Edges, islands: IslandsTraced) -> None:
-    """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
-    depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
-    for function, state in depend.items():
-        raise Refusal(
-            f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
-            "forward and backward; a planned step would not notice. Pass it to the function as an argument",
-            MakeIslands([islands.applied.get(f, (f,)) for f in depend]),
-        )
-
-
-def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
-    """Outputs from which others derive, by position; True where one of these others is a start of backward.
-
-    edges: the graph behind those starts.
-    """
-    tensors = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
-    of_all = Edges(tensors.values())
-    return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}

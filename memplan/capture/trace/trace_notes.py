@@ -98,12 +98,10 @@ class TraceNotes(Noted):
 
         Its hooks are removed, because they would keep the trace for ever.
         """
-        hooks = [leaf.register_hook(lambda _, name=name: self.arrivals.append(name)) for name, leaf in leaves.items()]
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, leaf in leaves.items():
+                stack.enter_context(leaf.register_hook(lambda _, name=name: self.arrivals.append(name)))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
         """What was read here before; None where that is not known.
@@ -162,15 +160,9 @@ class TraceNotes(Noted):
                 self.stack.pop()
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
-        handles = [
-            nn.modules.module.register_module_forward_pre_hook(enter),
-            nn.modules.module.register_module_forward_hook(leave),
-        ]
-        try:
+        module = nn.modules.module
+        with module.register_module_forward_pre_hook(enter), module.register_module_forward_hook(leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def layers(self) -> dict[str, str]:
         """Module path of each forward node, from the node counts at which a module was entered or left."""
