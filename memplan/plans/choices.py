@@ -91,8 +91,6 @@ def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
                 found[value] = "offload"
             case Boundary():
                 forward = False
-            case _:
-                pass
     return {v: decision for v, decision in sorted(found.items()) if v in read}
 
 

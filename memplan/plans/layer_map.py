@@ -71,11 +71,10 @@ def layer_tables(memory: StepMemory) -> tuple[LayerTable, ...]:
 
 
 def _entry(label: str, tensor: str, decision: TensorDecision, size_bytes: int, reason: str) -> _TableEntry:
-    match = _LAYER.match(label)
-    if match is None:
-        return _TableEntry("", "", label, tensor, decision, size_bytes, reason)
-    rest = match["rest"].strip().removeprefix(": ")
-    return _TableEntry(f"{match['stack']}*", match["number"], rest, tensor, decision, size_bytes, reason)
+    stack = number = ""
+    if match := _LAYER.match(label):
+        stack, number, label = f"{match['stack']}*", match["number"], match["rest"].strip().removeprefix(": ")
+    return _TableEntry(stack, number, label, tensor, decision, size_bytes, reason)
 
 
 def _table(entries: list[_TableEntry]) -> LayerTable:

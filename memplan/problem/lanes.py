@@ -167,5 +167,3 @@ def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:
                 for gradient in gradients:
                     if values[gradient].updates and values[gradient].home == "host":
                         lanes.update(gradient)
-            case _:
-                pass
