@@ -24,9 +24,9 @@ from memplan.solvers.chain.options import measured as option_of
 from memplan.solvers.exact.block import Reversed, reverse, why_unsuited
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
-from memplan.solvers.exact.kernel import Cell, Rules, SearchResult, search
+from memplan.solvers.exact.kernel import Rules, SearchResult, search
 from memplan.solvers.exact.moment_bound import least_after, windows
-from memplan.solvers.exact.space import NEVER, Space, barring, space_of
+from memplan.solvers.exact.space import NEVER, Cell, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
 from memplan.solvers.orders.flat import Ints
 from memplan.solvers.orders.sketch import keep_all

@@ -31,12 +31,13 @@ from memplan.solvers.exact.space import (
     STEP_TAKEN,
     TAKEN,
     TICKS,
+    Cell,
     Space,
     rests,
     sum_of,
 )
 from memplan.solvers.numeric.jit import kernel
-from memplan.solvers.orders.flat import Floats, Ints
+from memplan.solvers.orders.flat import Ints
 
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution
 _NODES_EACH = 12  # nodes that may be made for each one that may be expanded
@@ -82,23 +83,6 @@ class Rules(NamedTuple):
     @property
     def bits(self) -> int:
         return sum(1 << i for i, on in enumerate(self) if on)
-
-
-class Cell(NamedTuple):
-    """The limits of one search, and what was made for them.
-
-    - limits: bytes saved, forward peak, backward peak.
-    - room_bytes[m]: what moment m leaves.
-    - before, price: of `windows`.
-    - table, places: of `table_of`; a table of no rows is none.
-    """
-
-    limits: Ints
-    room_bytes: Ints
-    before: Ints
-    price: Floats
-    table: Ints
-    places: Ints
 
 
 class SearchResult(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 from memplan.solvers.exact.block import WORD, Reversed, Rows
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.numeric.max_flow import network_of
-from memplan.solvers.orders.flat import Flags, Ints
+from memplan.solvers.orders.flat import Flags, Floats, Ints
 
 NEVER = 1 << 57  # more ticks than any schedule takes
 PARCEL = 9  # values whose bytes are summed up in advance; WORD is a multiple of it
@@ -53,6 +53,23 @@ class Space(NamedTuple):
     needed: Ints
     edge: Ints
     work: Ints
+
+
+class Cell(NamedTuple):
+    """The limits of one search, and what was made for them.
+
+    - limits: bytes saved, forward peak, backward peak.
+    - room_bytes[m]: what moment m leaves.
+    - before, price: of `windows`.
+    - table, places: of `table_of`; a table of no rows is none.
+    """
+
+    limits: Ints
+    room_bytes: Ints
+    before: Ints
+    price: Floats
+    table: Ints
+    places: Ints
 
 
 def space_of(b: Reversed, with_forward: bool) -> Space:
