@@ -60,6 +60,15 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     return vars(module).get(_INSTEAD)
 
 
+# Modules of hooks that compute a weight from others (as `torch.nn.utils.weight_norm` does), or collect outputs.
+_TRACED = (
+    "torch.nn.utils.weight_norm",
+    "torch.nn.utils.spectral_norm",
+    "torch.nn.utils.prune",
+    "transformers.utils.output_capturing",
+)
+
+
 def _is_traced(hook: Any) -> bool:
     """Whether the work of a hook is part of a trace.
 
@@ -68,7 +77,7 @@ def _is_traced(hook: Any) -> bool:
     trace in another thread.
     """
     home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
-    traced = home == "transformers.utils.output_capturing" or home.startswith("memplan.capture.trace.")
+    traced = home in _TRACED or home.startswith("memplan.capture.trace.")
     return traced or name.endswith(".enable_input_require_grads.<locals>.make_inputs_require_grads")
 
 
