@@ -6,7 +6,8 @@
 Planned are the models of `tests.support.zoo`, those of `tests.support.architectures`, and the committed instances of
 the chain solver, each with several presets: the whole curve of peaks and times without copies, and plans with a host
 budget at shares of the activation peak. Costs are estimated, or those of the instance, and hashes of strings have
-one seed (some models go through sets of them), so nothing depends on the machine or the run. A model that is refused is
+one seed (some models go through sets of them), so nothing depends on the machine or the run but models with islands
+(wav2vec2, DETR), whose costs are those of a run. A model that is refused is
 entered with the words of the refusal. `--quick` takes one preset and the smaller half of everything. The file is
 written after each case; a run that was stopped goes on where it was.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -21,15 +20,19 @@ def pruned(layer: nn.Module) -> None:
     prune.random_unstructured(layer, "weight", 0.3)
 
 
-@pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
-@pytest.mark.parametrize("budget", [memplan.Budget(activations=0.7), "min"])
-@pytest.mark.parametrize("hook", [weight_norm, spectral_norm, pruned])
-def test_hooks_that_compute_weights_are_part_of_the_plan(hook: Callable[[nn.Module], Any], budget: Any) -> None:
+def blocks(hook: Callable[[nn.Module], Any]) -> nn.Sequential:
     torch.manual_seed(1)
     net = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(5)))
     for block in net:
         hook(block[0])  # type: ignore[index]
-    planned, x = copy.deepcopy(net), torch.randn(96, WIDTH)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
+@pytest.mark.parametrize("budget", [memplan.Budget(activations=0.7), "min"])
+@pytest.mark.parametrize("hook", [weight_norm, spectral_norm, pruned])
+def test_hooks_that_compute_weights_are_part_of_the_plan(hook: Callable[[nn.Module], Any], budget: Any) -> None:
+    (net, planned), x = (blocks(hook) for _ in range(2)), torch.randn(96, WIDTH)
     memplan.apply(planned, x, budget, costs="estimate")
     plan = memplan.plan_of(planned)
     assert plan is not None
