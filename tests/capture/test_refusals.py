@@ -417,6 +417,26 @@ def test_models_that_cannot_be_captured_are_refused_by_name(kind: type[nn.Module
     assert memplan.plan_of(net) is None
 
 
+def by_numpy(x: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(np.tanh(x.detach().numpy()))
+
+
+def test_a_function_that_can_be_marked_is_named() -> None:
+    class CallsIt(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x * by_numpy(x))
+
+    net, sample = net_and_sample(CallsIt)
+    with pytest.raises(memplan.UnsupportedModel, match=r"by_numpy = memplan\.opaque\(by_numpy\), at the top"):
+        memplan.plan(net, sample, 1.0, costs="estimate")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(globals(), "by_numpy", memplan.opaque(by_numpy))
+        plain = run_steps(copy.deepcopy(net), sample)
+        memplan.apply(net, sample, "min", costs="estimate")
+        assert memplan.plan_of(net).islands  # type: ignore[union-attr]
+        assert_same_bits(plain, run_steps(net, sample))
+
+
 def test_the_module_of_a_data_dependent_branch_is_named() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:

@@ -36,6 +36,15 @@ def line_of(error: BaseException) -> str:
     return _frame_name(frames[-1]) if frames else "source line unknown"
 
 
+def function_of(error: BaseException) -> str | None:
+    """The function at the top of a module of the user's in which an error was raised; None where it was a method."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    frame = next((f for f in reversed(frames) if not f.f_code.co_filename.startswith(_LIBRARIES)), None)
+    name = "" if frame is None else frame.f_code.co_name
+    is_at_top = frame is not None and getattr(frame.f_globals.get(name), "__code__", None) is frame.f_code
+    return name if is_at_top else None
+
+
 def caller_line() -> str:
     """The innermost line outside of torch and memplan that is being executed."""
     frame = caller_frame()
