@@ -17,28 +17,16 @@ import torch
 import memplan
 from tests.ranks.cells_deepspeed import NEEDS
 from tests.ranks.spawn import Cell
+from tests.support.accelerate_state import fresh_accelerate
 from tests.support.deepspeed_runs import STEPS, Net, Setting, batch
 from tests.support.zoo import copied, first_difference
 
 
 @contextmanager
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate as in a process that uses it for DeepSpeed alone; on a CPU it has to be told of gloo."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    before = dict(os.environ)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    os.environ.pop("ACCELERATE_USE_CPU", None)
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    try:
-        PartialState(backend="gloo")
+def for_deepspeed() -> Iterator[None]:
+    """Accelerate as in a process that uses it for DeepSpeed alone."""
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_DEEPSPEED": "true"}), fresh_accelerate():
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
 
 
 def compare_trainers(stage: int, bf16: bool = False, **planned: Any) -> str | None:
@@ -54,7 +42,7 @@ def compare_trainers(stage: int, bf16: bool = False, **planned: Any) -> str | No
     for section in (None, Setting(stage).section | ({"budget": 0.7} if bf16 else {})):
         # The Trainer asks a GPU whether there is bfloat16; DeepSpeed has it on a CPU, too.
         on_gpu = mock.patch("transformers.training_args.is_torch_bf16_gpu_available", return_value=True)
-        with fresh_accelerate(), on_gpu, tempfile.TemporaryDirectory() as folder:
+        with for_deepspeed(), on_gpu, tempfile.TemporaryDirectory() as folder:
             config = {
                 "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
                 "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
@@ -92,7 +80,7 @@ def compare_accelerate(stage: int) -> str | None:
 
     results = []
     for section in (None, Setting(stage).section):
-        with fresh_accelerate():
+        with for_deepspeed():
             config = Setting(stage, "float32", 2).config(section)
             del config["optimizer"]
             config["zero_allow_untested_optimizer"] = True

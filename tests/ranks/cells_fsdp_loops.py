@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,27 +15,19 @@ from torch.distributed.fsdp import FSDPModule
 
 import memplan
 from tests.ranks.spawn import Cell
+from tests.support.accelerate_state import fresh_accelerate
 from tests.support.zoo import copied, first_difference
 
 
 @contextmanager
-def fresh_accelerate() -> Iterator[None]:
-    """Accelerate as on several GPUs, for it shards on no others; its tensors are on CPUs, and its backend is gloo."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+def as_on_gpus() -> Iterator[None]:
+    """Accelerate as on several GPUs, for it shards on no others. Its tensors are on CPUs."""
+    from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    before = dict(os.environ)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    try:
-        PartialState(backend="gloo")
+    with fresh_accelerate():
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
 
 
 def own_parts(net: nn.Module) -> dict[str, torch.Tensor]:
@@ -54,7 +45,7 @@ def compare_trainers(accumulated: int = 1) -> str | None:
 
     results = []
     for planned in (False, True):
-        with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+        with as_on_gpus(), tempfile.TemporaryDirectory() as folder:
             args = arguments(
                 Path(folder), fsdp=True, fsdp_config={"version": 2}, use_cpu=False, save_strategy="no",
                 accelerator_config={"use_configured_state": True}, per_device_train_batch_size=4,
@@ -80,7 +71,7 @@ def compare_accelerate() -> str | None:
 
     results = []
     for planned in (False, True):
-        with fresh_accelerate():
+        with as_on_gpus():
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
             accelerator = Accelerator(fsdp_plugin=plugin)
             net = language_model().train()
