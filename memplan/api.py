@@ -1,4 +1,4 @@
-"""The public functions. Each reads as the list of its stages."""
+"""The public functions: they check arguments, set aside what is installed, and have a `Planner` make the steps."""
 
 from __future__ import annotations
 

@@ -280,11 +280,13 @@ def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> No
     leaves_attributes: forward sets attributes, in or out of checkpoints.
     """
     calls = [node for node in raw.checkpointed if node.op == "call_function"]
+    if not calls:
+        return
     islands = {node: raw.islands[str(node.args[0])] for node in calls if node.target is FORWARD}
     random = {node for node in calls if (islands[node].random if node in islands else _draws(node))}
     again = [node for node in random if not raw.checkpointed[node]]
     lasting = any(island.once or island.writes for island in islands.values()) or leaves_attributes or raw.reassigned
-    if again or not _writing(raw).isdisjoint(calls) or (calls and lasting):
+    if again or not _writing(raw).isdisjoint(calls) or lasting:
         what = "draws random numbers" if again else "writes to a buffer, or sets an attribute,"
         raise UnsupportedModel(
             f"forward {what} and calls torch.utils.checkpoint, which does so once more in backward; a planned step "

@@ -169,7 +169,7 @@ def test_what_reads_a_statistic_of_another_module_runs_once() -> None:
     plan = memplan.plan_of(planned)
     assert plan is not None
     kinds = [plan.problem.graph.ops[step.op].kind for step in plan.schedule if isinstance(step, Compute)]
-    assert len(kinds) > len(set(plan.problem.graph.ops)), "others run again"
+    assert len(kinds) > len(plan.problem.graph.ops), "others run again"
     assert sum(kind.startswith("memplan.island_") and "backward" not in kind for kind in kinds) == 1
     assert_same_bits(run_steps(plain, x, 2), run_steps(planned, x, 2))
 
