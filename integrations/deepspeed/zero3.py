@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,7 @@ class ZeroShards:
 
     attributes = _ATTRIBUTES
     takes_gradients = True
+    way = None
 
     def __init__(self, engine: Any, speed: memplan.GatherSpeed | None = None) -> None:
         self._module: nn.Module = engine.module
@@ -186,6 +187,9 @@ class ZeroShards:
         self._whole.discard(parameter.ds_id)
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
             parameter.partition()
+
+    def end(self, way: object, used: Collection[int]) -> None:
+        pass
 
     @contextlib.contextmanager
     def accepting(self, parameters: Sequence[Any]) -> Iterator[None]:

@@ -70,6 +70,7 @@ class StepKey:
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
         self._shards, self._run = shards, run
+        self._way = None if shards is None else shards.way
         self._switches = kernel_switches()
         self._training = tuple(m.training for m in model.modules())
         self._state_facts = _facts_of(model, shards)
@@ -276,6 +277,8 @@ class StepKey:
         for name, value in kernel_switches().items():
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"
+        if self._shards is not None and self._shards.way != self._way:
+            return "other gradients add up before they are reduced (set_requires_gradient_sync)"
         return None
 
     def _data_changed(self, call: Call) -> OtherRead | None:

@@ -61,6 +61,7 @@ class Shards(Protocol):
       reduce.
     - speed: of gathers.
     - takes_gradients: whether gradients that are handed over are its own, and not the parameters' `.grad`.
+    - way: what backward does with gradients beside handing them over. A plan is for one way.
     - attributes: names of attributes of modules that belong to it, which change without changing what forward computes.
 
     Every rank of the group must call `gather` for the same parameters in the same order.
@@ -72,6 +73,8 @@ class Shards(Protocol):
     def speed(self) -> GatherSpeed: ...
     @property
     def takes_gradients(self) -> bool: ...
+    @property
+    def way(self) -> Any: ...
     @property
     def attributes(self) -> Collection[str]: ...
 
@@ -96,6 +99,9 @@ class Shards(Protocol):
 
         From then on only parameters that stay, and those that `gather` made whole, are whole.
         """
+
+    def end(self, way: Any, used: Collection[int]) -> None:
+        """Note that a planned backward is over. way: of its plan. used: ids of constants that it has used."""
 
     def gather(self, parameter: nn.Parameter) -> Handle:
         """Begin to make a parameter whole. A gather that is under way already gives its handle again."""

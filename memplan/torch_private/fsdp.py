@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ class FsdpUnit:
     def __init__(self, state: Any) -> None:
         self._state, self.tracing = state, False
         self.modules: tuple[nn.Module, ...] = tuple(state._modules)
+        self._sums = [WholeGradients(group) for group in state._fsdp_param_groups]
         self._left: set[nn.Module] = set()  # of a pass that is being traced
-        self._passes: list[bool] = []  # of one trace: whether gradients are reduced at once
-        self._trace: Any = None  # which that is
+        self._gathered: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # by trace
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
@@ -119,14 +120,18 @@ class FsdpUnit:
         return self._state._device  # type: ignore[no-any-return]
 
     @property
-    def reduces(self) -> bool:
-        """Whether backward reduces gradients now, as it does unless `set_requires_gradient_sync(False)` was called."""
-        groups = self._state._fsdp_param_groups
-        return all(g.reduce_grads and g.all_reduce_grads and g._partial_reduce_output is None for g in groups) and all(
-            p.unsharded_accumulated_grad is None and getattr(getattr(p, "_unsharded_param", None), "grad", None) is None
-            for group in groups
-            for p in group.fsdp_params
-        )
+    def way(self) -> tuple[Any, ...]:
+        """What backward does with whole gradients: for each group what `WholeGradients.way` is."""
+        return tuple(sums.way for sums in self._sums)
+
+    def begin_adding(self) -> bool:
+        """Prepare for a step whose whole gradients add up, or are reduced with earlier ones. False: no plan can do it."""
+        return all([sums.begin() for sums in self._sums])
+
+    def end(self, way: tuple[Any, ...], added: Collection[int]) -> None:
+        """Note that a planned backward is over. way: of it. added: the ids of tensors that it has added to."""
+        for sums, each in zip(self._sums, way, strict=True):
+            sums.end(each, added)
 
     def shard(self) -> None:
         """Free what calls without a plan have left gathered."""
@@ -196,29 +201,16 @@ class FsdpUnit:
         args, kwargs = self._state._cast_forward_inputs(args, kwargs)
         if not self._left:
             self._left = set(self.modules)
-            before = (args, kwargs)
-            for group in self._state._fsdp_param_groups:
-                self._gather(group)
+            trace = get_proxy_mode()
+            wholes = self._gathered.get(trace) if trace is not None else None
+            if wholes is None:
+                wholes = [_gathered(sums) for sums in self._sums]
+                if trace is not None:
+                    self._gathered[trace] = wholes
+            for group, tensors in zip(self._state._fsdp_param_groups, wholes, strict=True):
+                self._exchange(group, tensors)
                 args, kwargs = type(group)._register_post_backward_hook(_NoReduction(), args, kwargs)
-            self._note_pass(before[0] is not args or before[1] is not kwargs)
         return args, kwargs
-
-    def _note_pass(self, reduces: bool) -> None:
-        """Note a pass of the unit in a trace. Raises UnsupportedModel for passes whose gradients are reduced together.
-
-        reduces: gradients of the pass are reduced when it is over in backward. Else, where no input requires grad, they
-        are reduced when backward is over, with those of all such passes.
-        """
-        trace = get_proxy_mode()
-        if trace is not self._trace:  # a step may be traced several times
-            self._trace, self._passes = trace, []
-        self._passes.append(reduces)
-        trains = any(p.sharded_param.requires_grad for g in self._state._fsdp_param_groups for p in g.fsdp_params)
-        if trains and len(self._passes) > 1 and not all(self._passes):
-            raise UnsupportedModel(
-                f"the unit {type(self.modules[0]).__name__} of fully_shard runs more than once with inputs that do not "
-                "require grad, and FSDP2 reduces the gradients of such runs together. Shard it with the unit around it"
-            )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._left.discard(module)
@@ -234,16 +226,93 @@ class FsdpUnit:
         self._sharded.clear()
         self._left = set()
 
-    def _gather(self, group: Any) -> None:
-        parameters = group.fsdp_params
-        sharded = [p._module_info.module._parameters[p._module_info.param_name] for p in parameters]
-        wholes = _Gather.apply(_UnitTraffic(group), *sharded)  # type: ignore[no-untyped-call]
-        for parameter, part, whole in zip(parameters, sharded, wholes, strict=True):
+    def _exchange(self, group: Any, wholes: Sequence[torch.Tensor]) -> None:
+        """Put whole parameters in the place of a group's parts."""
+        for parameter, whole in zip(group.fsdp_params, wholes, strict=True):
             info = parameter._module_info
             places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
             for module, name in places:
-                self._sharded.append((module._parameters, name, part, whole))
+                self._sharded.append((module._parameters, name, module._parameters[name], whole))
                 module._parameters[name] = whole
+
+
+class WholeGradients:
+    """Gradients of a group's whole parameters that steps have left, and the next one reduces with its own.
+
+    They are where FSDP2 has them, as `unsharded_accumulated_grad`, each from its first backward to the reduction. Its
+    memory begins with -0.0 everywhere, because x + -0.0 has the bits of x, and then all steps do the same.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group, self._memory = group, [None] * len(group.fsdp_params)
+
+    @property
+    def way(self) -> Any:
+        """None where gradients are not reduced; else which parameters have gradients from earlier steps."""
+        return (
+            tuple(p.unsharded_accumulated_grad is not None for p in self.group.fsdp_params)
+            if self.group.reduce_grads
+            else None
+        )
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The memory that a step adds each gradient to; None for a gradient that goes on as it is."""
+        reduces = self.group.reduce_grads
+        pairs = zip(self.group.fsdp_params, self._memory, strict=True)
+        return [None if reduces and p.unsharded_accumulated_grad is None else memory for p, memory in pairs]
+
+    def begin(self) -> bool:
+        """Have memory for what the next step adds up. False where no plan can do as FSDP2 does now."""
+        group = self.group
+        if group.reduce_grads != group.all_reduce_grads or group._partial_reduce_output is not None:
+            return False
+        for index, parameter in enumerate(group.fsdp_params):
+            held = parameter.unsharded_accumulated_grad
+            found = held if held is not None else getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
+            if not parameter.sharded_param.requires_grad or (found is None and group.reduce_grads):
+                continue
+            if parameter._unsharded_dtensor_spec is not None:
+                return False
+            memory = self._memory[index]
+            if memory is None:
+                dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
+                memory = self._memory[index] = torch.empty(parameter._orig_size, dtype=dtype, device=group.device)
+            if found is not memory:
+                memory.untyped_storage().resize_(memory.nbytes)
+                memory.fill_(-0.0)
+            if found is not None and found is not memory:  # a backward without a plan has left it
+                memory.copy_(found)
+                parameter.unsharded_accumulated_grad = memory
+                if held is None:
+                    parameter._unsharded_param.grad = None
+        return True
+
+    def end(self, way: Any, added: Collection[int]) -> None:
+        """Note what a planned backward has done, to tensors of these ids. way: of it.
+
+        Gradients of parameters that this backward did not reach are reduced now, as FSDP2 does it.
+        """
+        parameters = self.group.fsdp_params
+        for parameter, memory in zip(parameters, self._memory, strict=True):
+            if id(memory) in added:
+                parameter.unsharded_accumulated_grad = memory if way is None else None
+        if way is None:
+            return
+        if any(self.way):
+            for parameter, part in zip(parameters, _UnitTraffic(self).parts([None] * len(parameters)), strict=True):
+                if part is not None:
+                    parameter.unsharded_accumulated_grad, sharded = None, parameter.sharded_param
+                    part = with_spec(part, sharded._spec)
+                    sharded.grad = part if sharded.grad is None else sharded.grad.add_(part)
+        for memory in filter(None.__ne__, self._memory):
+            memory.untyped_storage().resize_(0)
+
+
+def _gathered(sums: WholeGradients) -> tuple[torch.Tensor, ...]:
+    """The whole parameters of a group, in a trace."""
+    infos = [p._module_info for p in sums.group.fsdp_params]
+    sharded = [info.module._parameters[info.param_name] for info in infos]
+    return _Gather.apply(_UnitTraffic(sums), *sharded)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _NoReduction:
@@ -289,22 +358,23 @@ def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
     """A context in which these units gather by ops that a trace records."""
     before = [unit.tracing for unit in units]
     for unit in units:
-        unit.tracing, unit._trace = True, None
+        unit.tracing = True
     try:
         yield
     finally:
         for unit, was in zip(units, before, strict=True):
             unit.let_go()
-            unit.tracing, unit._trace = was, None
+            unit.tracing = was
 
 
 class _UnitTraffic:
     """What gathering and reducing a group of parameters takes, as `foreach_all_gather` and `foreach_reduce` do it."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, sums: WholeGradients) -> None:
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
+        group, self._sums = sums.group, sums
         self.parameters, self.device = group.fsdp_params, group.device
         self.requires_grad = [p.sharded_param.requires_grad for p in group.fsdp_params]
         sharded = isinstance(group.mesh_info, FSDPMeshInfo)
@@ -352,11 +422,17 @@ class _UnitTraffic:
         return with_spec(whole, parameter._get_unsharded_dtensor_spec(whole))
 
     def parts(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """This rank's part of each gradient, reduced over the ranks; None where there is none."""
-        pairs = zip(self.parameters, gradients, strict=True)
+        """This rank's part of each gradient, reduced over the ranks; None where there is none, or all add up first."""
+        whole = [
+            gradient if added is None else added if gradient is None else added.add_(gradient)
+            for gradient, added in zip(gradients, self._sums.tensors(), strict=True)
+        ]
+        if self._sums.way is None:
+            return [None] * len(whole)
+        pairs = zip(self.parameters, whole, strict=True)
         there = [(p, p._get_grad_inner_tensor(g)) for p, g in pairs if g is not None]
         reduced = iter(self._reduced(there))
-        return [None if g is None else next(reduced) for g in gradients]
+        return [None if g is None else next(reduced) for g in whole]
 
     def _reduced(self, there: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
         ranks, grads = self._ranks, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class FakeShards:
     takes_gradients: bool = True
     resident_bytes = 1000
     speed = memplan.GatherSpeed(1e9, 1e-6)
+    way = None
 
     def __init__(self, model: nn.Module, stays: Sequence[str] = (), padding_bytes: int = 0) -> None:
         self.names = {id(p): name for name, p in model.named_parameters()}
@@ -98,6 +99,9 @@ class FakeShards:
 
     def begin(self) -> None:
         self.begun += 1
+
+    def end(self, way: object, used: Collection[int]) -> None:
+        pass
 
     def gather(self, parameter: nn.Parameter) -> FakeHandle:
         name = self.names[id(parameter)]

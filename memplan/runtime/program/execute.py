@@ -199,7 +199,8 @@ class Runner:
         others = [n for n in self.store if n not in in_backward and n not in self.written.buffers]
         start.read.extend([Watched.of(read, self._all_constants), state, Watched.named(others, self.store)])
         decided = [outputs[i] for i in self._decisions]
-        waiting = InFlight(saved, Watched.of(watched, self._constants), state, start, program, numbers, decided)
+        way, read = self.store.way, {n: t for n, t in self._constants.items() if n not in self.written.in_backward}
+        waiting = InFlight(saved, Watched.of(watched, read), state, start, program, way, numbers, decided)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
@@ -263,6 +264,8 @@ class Runner:
         for gradient in results:
             if gradient is not None:
                 self.store.transfers.arrived(gradient)
+        if self.store.gathers is not None:
+            self.store.gathers.shards.end(state.way, frozenset(map(id, self._constants.values())))
         self._known_sizes.add(state.numbers)
         self.arrived = self.backwards.layouts(tangents)
         self.store.transfers.all_reads_done()
@@ -359,6 +362,11 @@ class Runner:
             raise RuntimeError(
                 f"memplan: {name} is another tensor than it was in forward; run forward again, and keep the "
                 "parameters with which it ran until backward is over (torch.func.functional_call does not)"
+            )
+        if state.way != self.store.way:
+            raise RuntimeError(
+                "memplan: set_requires_gradient_sync was called between a forward and its backward, or another "
+                "backward has reduced gradients since then. Call it before forward"
             )
         state.watched.check()
         state.parameters.check()

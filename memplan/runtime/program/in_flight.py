@@ -29,24 +29,29 @@ class Written:
     - buffers: names of these buffers.
     - for_good: it also writes to what can't be put back: inputs, constants, buffers that it exchanges.
     - matters: forward's results depend on such a write.
+    - in_backward: names of constants that backward alone writes to.
     """
 
     buffers: tuple[str, ...] = ()
     for_good: bool = False
     matters: bool = False
+    in_backward: frozenset[str] = frozenset()
 
     @staticmethod
     def of(traced: Traced) -> Written:
         """What the forward of a trace writes to."""
         graph, names = traced.graph, list[str]()
-        for_good, versions = bool(traced.reassigned), set[int]()
+        in_forward = {v for op in graph.ops[: graph.boundary] for v in (*op.outputs, *(e.new for e in op.effects))}
+        for_good, versions, in_backward = bool(traced.reassigned), set[int](), set[str]()
         successors: dict[int | None, list[int]] = {}
         for index, value in enumerate(graph.values):
             successors.setdefault(value.reuses, []).append(index)
         for index, value in enumerate(graph.values):
             if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
                 sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
-                for_good |= any(s.kind in ("input", "constant") for s in sources)
+                if not later & in_forward:
+                    in_backward |= {s.name for s in sources if s.kind == "constant"}
+                for_good |= any(s.kind in ("input", "constant") and s.name not in in_backward for s in sources)
                 names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
                 versions |= later
         readers = [
@@ -56,7 +61,7 @@ class Written:
             and not versions.issuperset(op.outputs)
             and versions.isdisjoint(effect.new for effect in op.effects)
         ]
-        return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good))
+        return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good), frozenset(in_backward))
 
 
 def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
@@ -141,6 +146,7 @@ class InFlight:
     - parameters: parameters and buffers that backward reads, as they were when forward ended.
     - start: what it takes to run this forward once more.
     - program: which ran it.
+    - way: `Shards.way` when forward ran.
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on.
     - surfaced: parameters whose gradients backward has handed over.
@@ -155,6 +161,7 @@ class InFlight:
     parameters: Watched
     start: ForwardStart
     program: Program
+    way: Any = None
     numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
     surfaced: set[str] = field(default_factory=set)

@@ -96,6 +96,11 @@ class ParameterStore:
         parameter = self.parameter(name)
         return isinstance(parameter, nn.Parameter) and self.gathers.shards.shard(parameter) is not None
 
+    @property
+    def way(self) -> Any:
+        """What backward does with gradients just now beside handing them over, as `Shards` say."""
+        return None if self.gathers is None else self.gathers.shards.way
+
     def begin(self) -> None:
         """Prepare for a planned forward or backward."""
         if self.gathers is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,10 +119,15 @@ class ShardedModel:
             return f"a unit of fully_shard with {problem}"
         for unit in self._units:
             unit.refuse_new_hooks(self._model)
-        if all(unit.reduces for unit in self._units):
-            self.begin()  # keys of steps look at parameters that are sharded
-            return None
-        return "steps that do not reduce gradients (set_requires_gradient_sync), and the one after them,"
+        if not self._begun():  # keys of steps look at parameters that are sharded
+            return "fully_shard, where it reduces gradients in parts or leaves those of DTensors for later,"
+        return None
+
+    def _begun(self) -> bool:
+        """Prepare for a planned step. False where no plan does what the units do now."""
+        for unit in self._units:
+            unit.shard()
+        return all([unit.begin_adding() for unit in self._units])
 
     @property
     def on_host(self) -> frozenset[str]:
@@ -169,8 +174,17 @@ class ShardedModel:
         return private.tracing_units(self._units)
 
     def begin(self) -> None:
-        for unit in self._units:
-            unit.shard()
+        if not self._begun():
+            raise UnsupportedModel("fully_shard reduces gradients in parts, or leaves those of DTensors for later")
+
+    @property
+    def way(self) -> tuple[Any, ...]:
+        return tuple(unit.way for unit in self._units)
+
+    def end(self, way: Any, used: Collection[int]) -> None:
+        with torch.no_grad():
+            for unit, each in zip(self._units, way, strict=True):
+                unit.end(each, used)
 
     def gather(self, parameter: nn.Parameter) -> Handle:
         raise NotImplementedError("parameters are gathered by ops")
