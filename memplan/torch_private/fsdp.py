@@ -201,15 +201,16 @@ class FsdpUnit:
         args, kwargs = self._state._cast_forward_inputs(args, kwargs)
         if not self._left:
             self._left = set(self.modules)
-            trace = get_proxy_mode()
-            wholes = self._gathered.get(trace) if trace is not None else None
-            if wholes is None:
-                wholes = [_gathered(sums) for sums in self._sums]
-                if trace is not None:
-                    self._gathered[trace] = wholes
-            for group, tensors in zip(self._state._fsdp_param_groups, wholes, strict=True):
-                self._exchange(group, tensors)
+            trace, groups = get_proxy_mode(), self._state._fsdp_param_groups
+            known = None if trace is None else self._gathered.get(trace)
+            gathered = known or [_gathered(sums) for sums in self._sums]
+            if trace is not None:
+                self._gathered[trace] = gathered
+            before = args, kwargs
+            for group, (traffic, wholes) in zip(groups, gathered, strict=True):
+                self._exchange(group, wholes)
                 args, kwargs = type(group)._register_post_backward_hook(_NoReduction(), args, kwargs)
+                traffic.reduces_early |= known is not None and (before[0] is not args or before[1] is not kwargs)
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -308,11 +309,11 @@ class WholeGradients:
             memory.untyped_storage().resize_(0)
 
 
-def _gathered(sums: WholeGradients) -> tuple[torch.Tensor, ...]:
-    """The whole parameters of a group, in a trace."""
-    infos = [p._module_info for p in sums.group.fsdp_params]
+def _gathered(sums: WholeGradients) -> tuple[_UnitTraffic, tuple[torch.Tensor, ...]]:
+    """The whole parameters of a group, for all of its runs in a trace."""
+    infos, traffic = [p._module_info for p in sums.group.fsdp_params], _UnitTraffic(sums)
     sharded = [info.module._parameters[info.param_name] for info in infos]
-    return _Gather.apply(_UnitTraffic(sums), *sharded)  # type: ignore[no-any-return, no-untyped-call]
+    return traffic, _Gather.apply(traffic, *sharded)  # type: ignore[no-untyped-call]
 
 
 class _NoReduction:
@@ -368,13 +369,17 @@ def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
 
 
 class _UnitTraffic:
-    """What gathering and reducing a group of parameters takes, as `foreach_all_gather` and `foreach_reduce` do it."""
+    """What gathering and reducing a group of parameters takes, as `foreach_all_gather` and `foreach_reduce` do it.
+
+    reduces_early: in backward, a run of the unit is over before its first run is, and FSDP2 reduces then what earlier
+    steps have left. The gradients of this step, which autograd adds up over all runs, follow by themselves.
+    """
 
     def __init__(self, sums: WholeGradients) -> None:
         from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
         from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-        group, self._sums = sums.group, sums
+        group, self._sums, self.reduces_early = sums.group, sums, False
         self.parameters, self.device = group.fsdp_params, group.device
         self.requires_grad = [p.sharded_param.requires_grad for p in group.fsdp_params]
         sharded = isinstance(group.mesh_info, FSDPMeshInfo)
@@ -423,18 +428,21 @@ class _UnitTraffic:
 
     def parts(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """This rank's part of each gradient, reduced over the ranks; None where there is none, or all add up first."""
+        sums = self._sums.tensors()
+        if self._sums.way is not None and self.reduces_early and any(s is not None for s in sums):
+            earlier, now = self._reduced(sums), self._reduced(gradients)
+            return [old if new is None else new if old is None else old.add_(new) for old, new in zip(earlier, now)]
         whole = [
             gradient if added is None else added if gradient is None else added.add_(gradient)
-            for gradient, added in zip(gradients, self._sums.tensors(), strict=True)
+            for gradient, added in zip(gradients, sums, strict=True)
         ]
-        if self._sums.way is None:
-            return [None] * len(whole)
-        pairs = zip(self.parameters, whole, strict=True)
-        there = [(p, p._get_grad_inner_tensor(g)) for p, g in pairs if g is not None]
-        reduced = iter(self._reduced(there))
-        return [None if g is None else next(reduced) for g in whole]
+        return [None] * len(whole) if self._sums.way is None else self._reduced(whole)
 
-    def _reduced(self, there: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
+    def _reduced(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        pairs = zip(self.parameters, gradients, strict=True)
+        there = [(p, p._get_grad_inner_tensor(g)) for p, g in pairs if g is not None]
+        if not there:
+            return [None] * len(gradients)
         ranks, grads = self._ranks, []
         for parameter, grad in there:
             dim = parameter.fsdp_placement.dim
@@ -456,11 +464,12 @@ class _UnitTraffic:
             flat = flat / post
         if self._orig_dtype is not None and flat.dtype != self._orig_dtype:
             flat = flat.to(self._orig_dtype)
-        parts = []
-        for (parameter, _), piece in zip(there, flat.split(counts), strict=True):
-            size = parameter.sharded_size
-            parts.append(piece[: size.numel()].view(size))
-        return parts
+        pieces = iter(flat.split(counts))
+        sizes = [p.sharded_size for p in self.parameters]
+        return [
+            None if gradient is None else next(pieces)[: size.numel()].view(size)
+            for gradient, size in zip(gradients, sizes, strict=True)
+        ]
 
 
 def _name(op: Any) -> str:

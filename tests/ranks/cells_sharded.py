@@ -106,6 +106,24 @@ def frozen() -> Made:
     return sharded(net, net.blocks), ids_of(rank())
 
 
+class Again(Net):
+    """A net that runs three of its blocks twice or more."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        scale = self.scale(x)
+        for index in (0, 1, 0, 2, 1, 3, 0):
+            x = self.blocks[index](x, scale)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+def run_again() -> Made:
+    """Units that run several times in a step."""
+    torch.manual_seed(0)
+    net = Again().train()
+    return sharded(net, net.blocks), ids_of(rank())
+
+
 class WithoutLast(Net):
     """A net that does not run its last block."""
 
@@ -234,13 +252,18 @@ def part_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(net: nn.Module, batch: dict[str, Any], accumulated: int = 1) -> list[Any]:
-    """What each of three steps gives: losses, this rank's parts of gradients and how they are sharded; parameters."""
+def train(net: nn.Module, batch: dict[str, Any], accumulated: int = 1, adds_up: bool = False) -> list[Any]:
+    """What each of three steps gives: losses, this rank's parts of gradients and how they are sharded; parameters.
+
+    adds_up: the last micro-batch alone reduces gradients.
+    """
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, foreach=False)
     torch.manual_seed(5 + rank())
     results: list[Any] = []
     for _ in range(3):
-        for _ in range(accumulated):
+        for index in range(accumulated):
+            if adds_up:
+                net.set_requires_gradient_sync(index == accumulated - 1)  # type: ignore[operator]
             loss = loss_of(net(**batch))
             loss.backward()
             results.append(copied(loss))
@@ -608,10 +631,10 @@ def in_context_parallel() -> str | None:
 
 
 def with_a_loss() -> str | None:
-    """A loss function in the plan calls the model, which is the root unit, as its module."""
+    """A loss function in the plan calls the model, which is the root unit, twice as its module."""
 
     def twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        return 2 * loss_of(model(ids))
+        return 2 * loss_of(model(ids)) - loss_of(model(ids.flip(0)))
 
     results: list[Any] = []
     for planned in (False, True):
@@ -718,25 +741,6 @@ def own_budgets() -> str | None:
 def measured() -> str | None:
     """Ranks time collectives together, and ops alone."""
     return compare(units, costs="measure")
-
-
-def without_reduction() -> str | None:
-    """Micro-batches whose gradients are not reduced run without the plan, and give what they give without one."""
-    results = []
-    for planned in (False, True):
-        net, batch = units()
-        assert isinstance(net, FSDPModule)
-        if planned:
-            memplan.apply(net, batch, 0.8, costs="estimate")
-        torch.manual_seed(rank())
-        found = []
-        for step in range(6):
-            net.set_requires_gradient_sync(step % 3 == 2)
-            loss = loss_of(net(**batch))
-            loss.backward()
-            found.append(copied(loss))
-        results.append((found, [copied(part_of(p.grad)) for p in net.parameters() if p.grad is not None]))
-    return first_difference(*results, "result")
 
 
 def clipped() -> str | None:
@@ -873,7 +877,6 @@ def refusals() -> str | None:
     torch.manual_seed(0)
     too_late = memplan.apply(Net().train(), batch, 0.8, costs="estimate")
     sharded(too_late, too_late.blocks)
-    twice = units()[0]
 
     uneven, on_gpu = units(15, 31, 49, offload_policy=ON_HOST)[0], units(offload_policy=ON_HOST)[0]
     elsewhere = mock.patch.object(sharded_model.ShardedModel, "device", torch.device("cuda"))
@@ -882,14 +885,8 @@ def refusals() -> str | None:
         with elsewhere:
             Placement(on_gpu, Settings(budget=0.9, shards=sharded_model.ShardedModel.of(on_gpu)))
 
-    def difference(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        return loss_of(model(ids)) - loss_of(model(ids.flip(0)))
-
     return (
-        refused(
-            lambda: memplan.apply(twice, batch, 0.9, loss_fn=difference), memplan.UnsupportedModel, "more than once"
-        )
-        or refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
+        refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
         or refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
         or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
         or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), Refusal, "is a DTensor")
@@ -911,11 +908,17 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "half a group": (half_a_group, False),
     "half a group, mixed precision": (functools.partial(half_a_group, mp_policy=BF16), True),
     "several dtypes": (of_several_dtypes, False),
+    "run again": (run_again, False),
     "traced twice": (traced_twice, False),
     "tensor parallel": (tensor_parallel, False),
     "sequence parallel": (sequence_parallel, True),
 }
-FOUR = {"four ranks": units, "HSDP": replicated, "FSDP and tensor parallel": two_dimensions}
+FOUR = {
+    "four ranks": units,
+    "run again on four ranks": run_again,
+    "HSDP": replicated,
+    "FSDP and tensor parallel": two_dimensions,
+}
 CELLS = {name: Cell(functools.partial(compare, make), full=full) for name, (make, full) in TWO.items()}
 CELLS |= {name: Cell(functools.partial(compare, make), world=4, full=name != "HSDP") for name, make in FOUR.items()}
 CELLS |= {
@@ -950,7 +953,6 @@ CELLS |= {
     "lengths": Cell(lengths),
     "budgets and rows of a rank": Cell(own_budgets),
     "measured": Cell(measured),
-    "without reduction": Cell(without_reduction),
     "clipped, saved, removed": Cell(clipped),
     "hooks of one's own": Cell(own_hooks),
     "hooks between casts": Cell(hooks_between_casts),
