@@ -158,7 +158,7 @@ class ZeroShards:
             for parameters in reading:
                 parameters._in_forward = True  # type: ignore[attr-defined]
 
-    def begin(self) -> None:
+    def begin(self, used: Collection[int]) -> None:
         astray = (
             p for p in self._passing if p.ds_status != ZeroParamStatus.NOT_AVAILABLE and p.ds_id not in self._whole
         )
@@ -234,7 +234,7 @@ class ZeroShards:
 
     def _measured_speed(self) -> memplan.GatherSpeed:
         """The speed from the best of three gathers each of the largest parameter and of the smallest."""
-        self.begin()
+        self.begin(())
         if not self._passing:
             return memplan.GatherSpeed()
         bounds = [pick(self._passing, key=lambda p: (p.ds_numel, p.ds_id)) for pick in (min, max)]

@@ -94,8 +94,8 @@ class Shards(Protocol):
         autograd adds up gradients in another order without them. The context may be entered within itself.
         """
 
-    def begin(self) -> None:
-        """Prepare for a planned forward or backward.
+    def begin(self, used: Collection[int]) -> None:
+        """Prepare for a planned forward or backward. used: ids of the constants of its plan.
 
         From then on only parameters that stay, and those that `gather` made whole, are whole.
         """

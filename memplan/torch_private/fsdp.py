@@ -9,6 +9,7 @@ records, with the layout, the grouping and the arithmetic of `foreach_all_gather
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +20,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from memplan.errors import UnsupportedModel
-from memplan.torch_private.dtensors import part_here, with_spec
+from memplan.torch_private.dtensors import part_here, spec_of, with_spec
 
 _OPS = torch.ops._c10d_functional
 
@@ -124,14 +125,19 @@ class FsdpUnit:
         """What backward does with whole gradients: for each group what `WholeGradients.way` is."""
         return tuple(sums.way for sums in self._sums)
 
-    def begin_adding(self) -> bool:
-        """Prepare for a step whose whole gradients add up, or are reduced with earlier ones. False: no plan can do it."""
-        return all([sums.begin() for sums in self._sums])
+    def follows(self) -> bool:
+        """Whether a plan can do what the unit does with whole gradients now. Those that are there are ready for one."""
+        return min((sums.follow() for sums in self._sums), default=True)
 
-    def end(self, way: tuple[Any, ...], added: Collection[int]) -> None:
-        """Note that a planned backward is over. way: of it. added: the ids of tensors that it has added to."""
+    def begin(self, used: Collection[int]) -> None:
+        """Have memory for those whole gradients that a step adds to. used: ids of constants that it uses."""
+        for sums in self._sums:
+            sums.begin(used)
+
+    def end(self, way: tuple[Any, ...], used: Collection[int]) -> None:
+        """Note that a planned backward is over. way: of it. used: ids of constants that it has used."""
         for sums, each in zip(self._sums, way, strict=True):
-            sums.end(each, added)
+            sums.end(each, used)
 
     def shard(self) -> None:
         """Free what calls without a plan have left gathered."""
@@ -238,75 +244,106 @@ class FsdpUnit:
 
 
 class WholeGradients:
-    """Gradients of a group's whole parameters that steps have left, and the next one reduces with its own.
+    """Gradients of a group's whole parameters that steps have left, and a later one reduces with its own.
 
-    They are where FSDP2 has them, as `unsharded_accumulated_grad`, each from its first backward to the reduction. Its
-    memory begins with -0.0 everywhere, because x + -0.0 has the bits of x, and then all steps do the same.
+    They are where FSDP2 has them, as `unsharded_accumulated_grad`, each from its first backward to the reduction. Plans
+    have the memory of each as a constant. It begins with -0.0 everywhere, because x + -0.0 has the bits of any x, so
+    that the first step does what later ones do.
     """
 
     def __init__(self, group: Any) -> None:
-        self.group, self._memory = group, [None] * len(group.fsdp_params)
+        self.group = group
+        self._memory: list[torch.Tensor | None] = [None] * len(group.fsdp_params)
+        self._placements: list[Any] = [None] * len(group.fsdp_params)  # of those that are DTensors
 
     @property
-    def way(self) -> Any:
-        """None where gradients are not reduced; else which parameters have gradients from earlier steps."""
-        return (
-            tuple(p.unsharded_accumulated_grad is not None for p in self.group.fsdp_params)
-            if self.group.reduce_grads
-            else None
-        )
+    def way(self) -> tuple[bool, ...] | None:
+        """None where gradients are not reduced now; else of which parameters earlier steps have left one."""
+        held = tuple(p.unsharded_accumulated_grad is not None for p in self.group.fsdp_params)
+        return held if self.group.reduce_grads else None
 
-    def tensors(self) -> list[torch.Tensor | None]:
-        """The memory that a step adds each gradient to; None for a gradient that goes on as it is."""
-        reduces = self.group.reduce_grads
-        pairs = zip(self.group.fsdp_params, self._memory, strict=True)
-        return [None if reduces and p.unsharded_accumulated_grad is None else memory for p, memory in pairs]
+    def added(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients, each added to the memory of its sum where there is one."""
+        found, way = list[torch.Tensor | None](), self.way or (True,) * len(gradients)
+        for index, (gradient, adds) in enumerate(zip(gradients, way, strict=True)):
+            memory = self._memory[index]
+            if memory is None or not adds:
+                found.append(gradient)
+                continue
+            if gradient is not None:
+                memory.add_(part_here(gradient))
+                self._note_layout(index, gradient)
+            found.append(self._sum(index))
+        return found
 
-    def begin(self) -> bool:
-        """Have memory for what the next step adds up. False where no plan can do as FSDP2 does now."""
+    def _note_layout(self, index: int, gradient: torch.Tensor) -> None:
+        """Note how ranks split a gradient. Raises UnsupportedModel where they split earlier ones otherwise."""
+        known, placements = self._placements[index], getattr(spec_of(gradient), "placements", None)
+        if known is not None and known != placements:
+            raise UnsupportedModel(
+                f"gradients of a {type(self.group.modules[0]).__name__} that add up over steps are split over ranks in "
+                f"two ways, {known} and {placements}"
+            )
+        self._placements[index] = placements
+
+    def _sum(self, index: int) -> torch.Tensor:
+        """A gradient as FSDP2 has it, in its memory."""
+        parameter, memory, placements = self.group.fsdp_params[index], self._memory[index], self._placements[index]
+        assert memory is not None
+        if placements is None:
+            return memory
+        spec = parameter._get_unsharded_dtensor_spec(memory)
+        return with_spec(memory, dataclasses.replace(spec, placements=placements))
+
+    def follow(self) -> bool:
+        """Take over what backwards without a plan have left. False where no plan does as FSDP2 does now."""
         group = self.group
         if group.reduce_grads != group.all_reduce_grads or group._partial_reduce_output is not None:
             return False
         for index, parameter in enumerate(group.fsdp_params):
-            held = parameter.unsharded_accumulated_grad
-            found = held if held is not None else getattr(getattr(parameter, "_unsharded_param", None), "grad", None)
-            if not parameter.sharded_param.requires_grad or (found is None and group.reduce_grads):
+            whole, memory = getattr(parameter, "_unsharded_param", None), self._memory[index]
+            left = parameter.unsharded_accumulated_grad
+            left = whole.grad if left is None and whole is not None else left
+            if not parameter.sharded_param.requires_grad or (left is None and group.reduce_grads):
                 continue
-            if parameter._unsharded_dtensor_spec is not None:
-                return False
-            memory = self._memory[index]
             if memory is None:
                 dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
-                memory = self._memory[index] = torch.empty(parameter._orig_size, dtype=dtype, device=group.device)
-            if found is not memory:
+                memory = torch.empty(parameter._orig_size, dtype=dtype, device=group.device)
+                memory.untyped_storage().resize_(0)
+                self._memory[index] = memory
+            if left is not None and not part_here(left).is_set_to(memory):
                 memory.untyped_storage().resize_(memory.nbytes)
-                memory.fill_(-0.0)
-            if found is not None and found is not memory:  # a backward without a plan has left it
-                memory.copy_(found)
-                parameter.unsharded_accumulated_grad = memory
-                if held is None:
-                    parameter._unsharded_param.grad = None
+                memory.copy_(part_here(left))
+                self._note_layout(index, left)
+                parameter.unsharded_accumulated_grad = self._sum(index)
+                if whole is not None:
+                    whole.grad = None
         return True
 
-    def end(self, way: Any, added: Collection[int]) -> None:
-        """Note what a planned backward has done, to tensors of these ids. way: of it.
+    def begin(self, used: Collection[int]) -> None:
+        for memory in self._memory:
+            if memory is not None and id(memory) in used and not memory.untyped_storage().nbytes():
+                memory.untyped_storage().resize_(memory.nbytes)
+                memory.fill_(-0.0)
 
-        Gradients of parameters that this backward did not reach are reduced now, as FSDP2 does it.
-        """
+    def end(self, way: tuple[bool, ...] | None, used: Collection[int]) -> None:
+        """Note that a backward is over. Gradients that it has not reached are reduced now, as FSDP2 does it."""
         parameters = self.group.fsdp_params
-        for parameter, memory in zip(parameters, self._memory, strict=True):
-            if id(memory) in added:
-                parameter.unsharded_accumulated_grad = memory if way is None else None
+        for index, (parameter, memory) in enumerate(zip(parameters, self._memory, strict=True)):
+            if id(memory) in used:
+                parameter.unsharded_accumulated_grad = self._sum(index) if way is None else None
         if way is None:
             return
-        if any(self.way):
-            for parameter, part in zip(parameters, _UnitTraffic(self).parts([None] * len(parameters)), strict=True):
+        if any(p.unsharded_accumulated_grad is not None for p in parameters):
+            parts = _UnitTraffic(self).parts([None] * len(parameters))
+            for parameter, part in zip(parameters, parts, strict=True):
                 if part is not None:
                     parameter.unsharded_accumulated_grad, sharded = None, parameter.sharded_param
                     part = with_spec(part, sharded._spec)
                     sharded.grad = part if sharded.grad is None else sharded.grad.add_(part)
-        for memory in filter(None.__ne__, self._memory):
-            memory.untyped_storage().resize_(0)
+        for memory in self._memory:
+            if memory is not None:
+                memory.untyped_storage().resize_(0)
 
 
 def _gathered(sums: WholeGradients) -> tuple[_UnitTraffic, tuple[torch.Tensor, ...]]:
@@ -428,14 +465,10 @@ class _UnitTraffic:
 
     def parts(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """This rank's part of each gradient, reduced over the ranks; None where there is none, or all add up first."""
-        sums = self._sums.tensors()
-        if self._sums.way is not None and self.reduces_early and any(s is not None for s in sums):
-            earlier, now = self._reduced(sums), self._reduced(gradients)
-            return [old if new is None else new if old is None else old.add_(new) for old, new in zip(earlier, now)]
-        whole = [
-            gradient if added is None else added if gradient is None else added.add_(gradient)
-            for gradient, added in zip(gradients, sums, strict=True)
-        ]
+        if self._sums.way is not None and self.reduces_early:
+            pairs = zip(*map(self._reduced, (self._sums.added([None] * len(gradients)), gradients)), strict=True)
+            return [old if new is None else new if old is None else old.add_(new) for old, new in pairs]
+        whole = self._sums.added(gradients)
         return [None] * len(whole) if self._sums.way is None else self._reduced(whole)
 
     def _reduced(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -97,7 +97,7 @@ class FakeShards:
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def begin(self) -> None:
+    def begin(self, used: Collection[int] = ()) -> None:
         self.begun += 1
 
     def end(self, way: object, used: Collection[int]) -> None:

@@ -88,7 +88,7 @@ class Runner:
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
         self._keeps_buffers = False
-        self.written = written
+        self.written, self._adds = written, bool(written.in_backward)
         self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
         self.outputs = outputs
@@ -110,6 +110,10 @@ class Runner:
     @functools.cached_property
     def _all_constants(self) -> dict[str, torch.Tensor]:
         return self._constants | _constants([self.program.forward])
+
+    def _read(self, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Those that backward does not write to."""
+        return {name: tensor for name, tensor in constants.items() if name not in self.written.in_backward}
 
     def attend(
         self, rescue: Rescue, before_backward: Callable[[bool], None] | None = None, keeps_buffers: bool = False
@@ -165,7 +169,7 @@ class Runner:
 
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._schedule, self.store, self.device)
-        self.store.begin()
+        self.store.begin(self._all_constants)
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
@@ -197,10 +201,10 @@ class Runner:
         state = Watched.named(program.backward_state, self.store)
         in_backward = frozenset(program.backward_state)
         others = [n for n in self.store if n not in in_backward and n not in self.written.buffers]
-        start.read.extend([Watched.of(read, self._all_constants), state, Watched.named(others, self.store)])
+        start.read.extend([Watched.of(read, self._read(self._all_constants)), state, Watched.named(others, self.store)])
         decided = [outputs[i] for i in self._decisions]
-        way, read = self.store.way, {n: t for n, t in self._constants.items() if n not in self.written.in_backward}
-        waiting = InFlight(saved, Watched.of(watched, read), state, start, program, way, numbers, decided)
+        to_watch, way = Watched.of(watched, self._read(self._constants)), self.store.way
+        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
@@ -242,13 +246,14 @@ class Runner:
         run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
             self.outputs.check(state.returned, tangents)
-        self.store.begin()
+        self.store.begin(self._all_constants)
         self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
             self.store.look_for_hooks()
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.spend()
+        state.surfacing = self._adds
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())
         try:
             with (
@@ -264,8 +269,8 @@ class Runner:
         for gradient in results:
             if gradient is not None:
                 self.store.transfers.arrived(gradient)
-        if self.store.gathers is not None:
-            self.store.gathers.shards.end(state.way, frozenset(map(id, self._constants.values())))
+        state.surfacing = False
+        self.store.end(state.way, self._constants)
         self._known_sizes.add(state.numbers)
         self.arrived = self.backwards.layouts(tangents)
         self.store.transfers.all_reads_done()
@@ -281,7 +286,7 @@ class Runner:
             state.surfacing = True
             with self.store.arena.outside():
                 self.store.surface(names, gradients)
-            state.surfacing = False
+            state.surfacing = self._adds
             state.surfaced.update(names)
 
     # -- running a forward again ------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class InFlight:
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on.
     - surfaced: parameters whose gradients backward has handed over.
-    - surfacing: backward is handing gradients over right now.
+    - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
     - returned: the outputs, where their use before backward has to be checked.
     - spent: what was saved is gone, so a backward has to run forward again.

@@ -101,10 +101,15 @@ class ParameterStore:
         """What backward does with gradients just now beside handing them over, as `Shards` say."""
         return None if self.gathers is None else self.gathers.shards.way
 
-    def begin(self) -> None:
-        """Prepare for a planned forward or backward."""
+    def begin(self, constants: Mapping[str, torch.Tensor]) -> None:
+        """Prepare for a planned forward or backward. constants: of its plan."""
         if self.gathers is not None:
-            self.gathers.shards.begin()
+            self.gathers.shards.begin(frozenset(map(id, constants.values())))
+
+    def end(self, way: Any, constants: Mapping[str, torch.Tensor]) -> None:
+        """Note that a planned backward is over. way: when its forward began. constants: of backward."""
+        if self.gathers is not None:
+            self.gathers.shards.end(way, frozenset(map(id, constants.values())))
 
     def look_for_hooks(self) -> None:
         """Find, for a backward that begins, the parameters on whose autograd nodes there can be no hooks."""

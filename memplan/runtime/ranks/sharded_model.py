@@ -119,15 +119,16 @@ class ShardedModel:
             return f"a unit of fully_shard with {problem}"
         for unit in self._units:
             unit.refuse_new_hooks(self._model)
-        if not self._begun():  # keys of steps look at parameters that are sharded
-            return "fully_shard, where it reduces gradients in parts or leaves those of DTensors for later,"
-        return None
+        self._shard()  # keys of steps look at parameters that are sharded
+        return None if self._follows() else "fully_shard, which reduces in parts, or leaves gradients of DTensors,"
 
-    def _begun(self) -> bool:
-        """Prepare for a planned step. False where no plan does what the units do now."""
+    def _follows(self) -> bool:
+        """Whether plans can do what all units do with gradients now."""
+        return min((unit.follows() for unit in self._units), default=True)
+
+    def _shard(self) -> None:
         for unit in self._units:
             unit.shard()
-        return all([unit.begin_adding() for unit in self._units])
 
     @property
     def on_host(self) -> frozenset[str]:
@@ -170,21 +171,25 @@ class ShardedModel:
         return private.is_hook_of_unit(hook) or private.is_hook_of_dtensors(hook)
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
-        self.begin()
+        if not self._follows():
+            raise UnsupportedModel(
+                "fully_shard reduces gradients in parts, or leaves those of DTensors for later steps"
+            )
+        self._shard()
         return private.tracing_units(self._units)
 
-    def begin(self) -> None:
-        if not self._begun():
-            raise UnsupportedModel("fully_shard reduces gradients in parts, or leaves those of DTensors for later")
+    def begin(self, used: Collection[int]) -> None:
+        self._shard()
+        for unit in self._units:
+            unit.begin(used)
 
     @property
     def way(self) -> tuple[Any, ...]:
         return tuple(unit.way for unit in self._units)
 
     def end(self, way: Any, used: Collection[int]) -> None:
-        with torch.no_grad():
-            for unit, each in zip(self._units, way, strict=True):
-                unit.end(each, used)
+        for unit, each in zip(self._units, way, strict=True):
+            unit.end(each, used)
 
     def gather(self, parameter: nn.Parameter) -> Handle:
         raise NotImplementedError("parameters are gathered by ops")
