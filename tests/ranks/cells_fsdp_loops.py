@@ -39,7 +39,7 @@ def own_parts(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compare_trainers(accumulated: int = 1) -> str | None:
-    """The Trainer, with evaluation in the middle. Micro-batches that do not reduce gradients run unplanned."""
+    """The Trainer, with evaluation in the middle. Micro-batches that do not reduce gradients are planned, too."""
     from memplan.integrations.huggingface import MemplanCallback
     from tests.integrations.test_integrations import TIMES, Watch, arguments, language_model, trainer_for
 

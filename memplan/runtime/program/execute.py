@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,17 +103,12 @@ class Runner:
         return self._lowered()[1]
 
     @functools.cached_property
-    def _constants(self) -> dict[str, torch.Tensor]:
-        """Those of backward."""
-        return _constants(self.backwards.programs)
-
-    @functools.cached_property
-    def _all_constants(self) -> dict[str, torch.Tensor]:
-        return self._constants | _constants([self.program.forward])
-
-    def _read(self, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Those that backward does not write to."""
-        return {name: tensor for name, tensor in constants.items() if name not in self.written.in_backward}
+    def _constants(self) -> tuple[dict[str, torch.Tensor], ...]:
+        """Constants with memory: all; those that forward or backward only reads; those of backward among these."""
+        programs = [self.program.forward], self.backwards.programs
+        forward, backward = ({n: t for p in some for n, t in p.named_buffers() if not t.is_meta} for some in programs)
+        read = {name: tensor for name, tensor in backward.items() if name not in self.written.in_backward}
+        return forward | backward, forward | read, read
 
     def attend(
         self, rescue: Rescue, before_backward: Callable[[bool], None] | None = None, keeps_buffers: bool = False
@@ -169,7 +164,7 @@ class Runner:
 
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._schedule, self.store, self.device)
-        self.store.begin(self._all_constants)
+        self.store.begin(self._constants[0])
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
@@ -201,9 +196,9 @@ class Runner:
         state = Watched.named(program.backward_state, self.store)
         in_backward = frozenset(program.backward_state)
         others = [n for n in self.store if n not in in_backward and n not in self.written.buffers]
-        start.read.extend([Watched.of(read, self._read(self._all_constants)), state, Watched.named(others, self.store)])
+        start.read.extend([Watched.of(read, self._constants[1]), state, Watched.named(others, self.store)])
         decided = [outputs[i] for i in self._decisions]
-        to_watch, way = Watched.of(watched, self._read(self._constants)), self.store.way
+        to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
         waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
@@ -246,7 +241,7 @@ class Runner:
         run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
             self.outputs.check(state.returned, tangents)
-        self.store.begin(self._all_constants)
+        self.store.begin(self._constants[0])
         self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
@@ -270,7 +265,7 @@ class Runner:
             if gradient is not None:
                 self.store.transfers.arrived(gradient)
         state.surfacing = False
-        self.store.end(state.way, self._constants)
+        self.store.end(state.way, self._constants[0])
         self._known_sizes.add(state.numbers)
         self.arrived = self.backwards.layouts(tangents)
         self.store.transfers.all_reads_done()
@@ -371,7 +366,7 @@ class Runner:
         if state.way != self.store.way:
             raise RuntimeError(
                 "memplan: set_requires_gradient_sync was called between a forward and its backward, or another "
-                "backward has reduced gradients since then. Call it before forward"
+                "backward has reduced gradients; call it before forward"
             )
         state.watched.check()
         state.parameters.check()
@@ -445,12 +440,6 @@ class _StepFunction(torch.autograd.Function):
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, None, *(gradients.get(key) for key in wanted))
-
-
-def _constants(programs: Iterable[fx.GraphModule]) -> dict[str, torch.Tensor]:
-    """The constants of programs by name, without those of which only the layout is read."""
-    named = (named for program in programs for named in program.named_buffers())
-    return {name: tensor for name, tensor in named if not tensor.is_meta}
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

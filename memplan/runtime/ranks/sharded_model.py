@@ -27,6 +27,7 @@ from memplan.errors import UnsupportedModel
 from memplan.problem.data import GatherSpeed
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of the whole, to measure speeds
+_PARTIAL = "reductions over some of the ranks (set_requires_all_reduce), or in the step after them"
 _RUNS = 3  # of each size; the best counts
 
 
@@ -120,7 +121,7 @@ class ShardedModel:
         for unit in self._units:
             unit.refuse_new_hooks(self._model)
         self._shard()  # keys of steps look at parameters that are sharded
-        return None if self._follows() else "fully_shard, which reduces in parts, or leaves gradients of DTensors,"
+        return None if self._follows() else _PARTIAL
 
     def _follows(self) -> bool:
         """Whether plans can do what all units do with gradients now."""
@@ -172,9 +173,7 @@ class ShardedModel:
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
         if not self._follows():
-            raise UnsupportedModel(
-                "fully_shard reduces gradients in parts, or leaves those of DTensors for later steps"
-            )
+            raise UnsupportedModel(f"no plan follows {_PARTIAL}")
         self._shard()
         return private.tracing_units(self._units)
 
