@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from memplan.errors import UnsupportedModel
-from memplan.torch_private.fsdp_traffic import WholeGradients, gathered
+from memplan.torch_private.fsdp_traffic import WholeGradients, whole_parameters
 
 
 def units_of(model: nn.Module) -> list[FsdpUnit]:
@@ -206,7 +206,7 @@ class FsdpUnit:
             self._left = set(self.modules)
             trace, groups = get_proxy_mode(), self._state._fsdp_param_groups
             known = None if trace is None else self._gathered.get(trace)
-            runs = known or [gathered(sums) for sums in self._sums]
+            runs = known or [whole_parameters(sums) for sums in self._sums]
             if trace is not None:
                 self._gathered[trace] = runs
             before = args, kwargs

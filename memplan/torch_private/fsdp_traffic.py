@@ -121,7 +121,7 @@ class WholeGradients:
                 memory.untyped_storage().resize_(0)
 
 
-def gathered(sums: WholeGradients) -> tuple[_UnitTraffic, tuple[torch.Tensor, ...]]:
+def whole_parameters(sums: WholeGradients) -> tuple[_UnitTraffic, tuple[torch.Tensor, ...]]:
     """The whole parameters of a group, for all of its runs in a trace."""
     infos, traffic = [p._module_info for p in sums.group.fsdp_params], _UnitTraffic(sums)
     sharded = [info.module._parameters[info.param_name] for info in infos]
