@@ -19,7 +19,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from memplan.errors import UnsupportedModel
-from memplan.torch_private.fsdp_traffic import WholeGradients, whole_parameters
+from memplan.torch_private.fsdp_traffic import WholeGradients, scales_exactly, whole_parameters
 
 
 def units_of(model: nn.Module) -> list[FsdpUnit]:
@@ -73,8 +73,11 @@ class FsdpUnit:
                 return "hooks on sharded parameters, which FSDP2 does not call"
             if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params):
                 return "parameters that have a say in how they are gathered (fsdp_pre_all_gather)"
-            if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
-                return "a divisor of gradients of its own (set_gradient_divide_factor)"
+            if not scales_exactly(group):
+                return (
+                    "a divisor of gradients that NCCL applies as it reduces (set_gradient_divide_factor); "
+                    "set_force_sum_reduction_for_comms(True) has it applied afterwards"
+                )
             if group._all_reduce_hook is not None or group.reduce_scatter_unused_params:
                 return "a hook or a rule of its own for reducing gradients"
         return None
@@ -119,8 +122,10 @@ class FsdpUnit:
 
     @property
     def way(self) -> tuple[Any, ...]:
-        """What backward does with whole gradients: for each group what `WholeGradients.way` is."""
-        return tuple(sums.way for sums in self._sums)
+        """What backward does with whole gradients: `WholeGradients.way` of each group, and by what it divides."""
+        groups = self._state._fsdp_param_groups
+        divided = [(g.gradient_divide_factor, g.force_sum_reduction_for_comms) for g in groups]
+        return tuple((sums.way, *by) for sums, by in zip(self._sums, divided, strict=True))
 
     def follows(self) -> bool:
         """Whether a plan can do what the unit does with whole gradients now. Those that are there are ready for one."""
@@ -133,7 +138,7 @@ class FsdpUnit:
 
     def end(self, way: tuple[Any, ...], used: Collection[int]) -> None:
         """Note that a planned backward is over. way: of it. used: ids of constants that it has used."""
-        for sums, each in zip(self._sums, way, strict=True):
+        for sums, (each, *_) in zip(self._sums, way, strict=True):
             sums.end(each, used)
 
     def shard(self) -> None:

@@ -121,6 +121,12 @@ class WholeGradients:
                 memory.untyped_storage().resize_(0)
 
 
+def scales_exactly(group: Any) -> bool:
+    """Whether ops divide gradients as a group does. They can't where NCCL multiplies by something as it reduces."""
+    divisor, ranks = group.gradient_divide_factor, getattr(group.mesh_info, "shard_mesh_size", 1)
+    return divisor in (None, 1) or (ranks > 1 and (divisor == ranks or group.force_sum_reduction_for_comms))
+
+
 def whole_parameters(sums: WholeGradients) -> tuple[_UnitTraffic, tuple[torch.Tensor, ...]]:
     """The whole parameters of a group, for all of its runs in a trace."""
     infos, traffic = [p._module_info for p in sums.group.fsdp_params], _UnitTraffic(sums)
@@ -147,7 +153,8 @@ class _UnitTraffic:
         self._replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
         self._ranks: int = self._group.size() if self._group is not None else 1
         self._orig_dtype, self._reduce_dtype = group._orig_dtype, group._reduce_dtype
-        self._factors = collectives._get_gradient_divide_factors
+        self._factors, self._divisor = collectives._get_gradient_divide_factors, group.gradient_divide_factor
+        self._sums_alone: bool = group.force_sum_reduction_for_comms or self._divisor == 1  # which NCCL multiplies by
 
     def wholes(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The whole parameters, from this rank's part of each."""
@@ -204,7 +211,8 @@ class _UnitTraffic:
             dim = parameter.fsdp_placement.dim
             grads.append(torch.cat(torch.chunk(grad, ranks, dim=dim), dim=0) if dim and ranks > 1 else grad)
         dtype = self._reduce_dtype or grads[0].dtype
-        pre, post, scatter, reduce = self._factors(self._group, self._replicas, dtype, self.device.type)
+        groups, divided = (self._group, self._replicas), (self._divisor, self._sums_alone)
+        pre, post, scatter, reduce = self._factors(*groups, dtype, self.device.type, *divided)
         flat = torch._chunk_cat(grads, 0, ranks).view(-1)
         counts = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
         if flat.dtype != dtype:

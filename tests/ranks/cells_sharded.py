@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
@@ -94,6 +94,26 @@ def units(width: int = 16, inner: int = 32, words: int = 50, **options: Any) -> 
     torch.manual_seed(0)
     net = Net(width, inner, words).train()
     return sharded(net, net.blocks, **options), ids_of(rank(), words=words)
+
+
+def divided(divisor: float, **options: Any) -> Made:
+    """Units whose gradients are divided by a number of one's own, once they are summed."""
+    net, batch = units(**options)
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(divisor)
+            module.set_force_sum_reduction_for_comms(True)
+    return net, batch
+
+
+def without_division() -> str | None:
+    """A divisor of 1, as torchtitan sets it. NCCL then multiplies by it while it reduces, which gloo can't."""
+    plain, (net, batch) = train(*divided(1.0)), divided(1.0)
+    for module in net.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(False)
+    memplan.apply(net, batch, 0.7, costs="estimate")
+    return first_difference(plain, train(net, batch), "result")
 
 
 def frozen() -> Made:
@@ -909,6 +929,8 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "half a group, mixed precision": (functools.partial(half_a_group, mp_policy=BF16), True),
     "several dtypes": (of_several_dtypes, False),
     "run again": (run_again, False),
+    "divided by 3": (functools.partial(divided, 3.0), False),
+    "divided by 3, mixed precision": (functools.partial(divided, 3.0, mp_policy=BF16), True),
     "traced twice": (traced_twice, False),
     "tensor parallel": (tensor_parallel, False),
     "sequence parallel": (sequence_parallel, True),
@@ -954,6 +976,7 @@ CELLS |= {
     "budgets and rows of a rank": Cell(own_budgets),
     "measured": Cell(measured),
     "clipped, saved, removed": Cell(clipped),
+    "without division": Cell(without_division),
     "hooks of one's own": Cell(own_hooks),
     "hooks between casts": Cell(hooks_between_casts),
     "tight": Cell(tight, full=True),
