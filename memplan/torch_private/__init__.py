@@ -33,6 +33,7 @@ from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_sca
 from memplan.torch_private.distributed import is_timeout as is_timeout
 from memplan.torch_private.distributed import timeout_of as timeout_of
 from memplan.torch_private.distributed import waits_end_within as waits_end_within
+from memplan.torch_private.dtensors import as_returned as as_returned
 from memplan.torch_private.dtensors import completed as completed
 from memplan.torch_private.dtensors import is_hook_of_dtensors as is_hook_of_dtensors
 from memplan.torch_private.dtensors import is_of_dtensors as is_of_dtensors

@@ -49,6 +49,38 @@ def with_spec(part: torch.Tensor, spec: Any) -> torch.Tensor:
     return tensor(part.detach(), spec, requires_grad=part.requires_grad)  # type: ignore[no-any-return]
 
 
+def as_returned(part: torch.Tensor, spec: Any, arriving: Any, name: str) -> torch.Tensor:
+    """The DTensor with this local part, whose gradient reaches the part.
+
+    - arriving: how ranks split the gradient. Another raises RuntimeError.
+    - name: of the DTensor, for the error.
+    """
+    if not part.requires_grad:
+        return with_spec(part, spec)
+    return _OfPart.apply(part, spec, arriving, name)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _OfPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, spec: Any, arriving: Any, name: str) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.arriving, ctx.name = arriving, name
+        return with_spec(part.view_as(part).requires_grad_(part.requires_grad), spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if gradient is None:
+            return None, None, None, None
+        placements = None if ctx.arriving is None else ctx.arriving.placements
+        if (arrived := spec_of(gradient).placements) != placements:
+            raise RuntimeError(
+                f"memplan: the gradient of the DTensor {ctx.name} arrives as {arrived}, and the plan is for "
+                f"{placements}. Put the loss inside with loss_fn="
+            )
+        part: Any = part_here(gradient)
+        return part.wait() if hasattr(part, "wait") else part, None, None, None
+
+
 def is_wait(op: Any) -> bool:
     """Whether an op waits for a collective that another op has begun."""
     return str(op).startswith("_c10d_functional.wait_tensor")

@@ -6,7 +6,6 @@ The layout, the grouping and the arithmetic are those of `foreach_all_gather` an
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 
 from memplan.errors import UnsupportedModel
 from memplan.torch_private.dtensors import part_here, spec_of, with_spec
+from memplan.torch_private.tracing import outside_of_tracing
 
 _OPS = torch.ops._c10d_functional
 
@@ -41,25 +41,27 @@ class WholeGradients:
         """Gradients, each added to the memory of its sum where there is one."""
         found, way = list[torch.Tensor | None](), self.way or (True,) * len(gradients)
         for index, (gradient, adds) in enumerate(zip(gradients, way, strict=True)):
-            memory = self._memory[index]
-            if memory is None or not adds:
-                found.append(gradient)
-                continue
-            if gradient is not None:
-                memory.add_(part_here(gradient))
-                self._note_layout(index, gradient)
-            found.append(self._sum(index))
+            if gradient is not None and adds:
+                self._memory_of(index, gradient).add_(part_here(gradient))
+            found.append(self._sum(index) if adds and self._memory[index] is not None else gradient)
         return found
 
-    def _note_layout(self, index: int, gradient: torch.Tensor) -> None:
-        """Note how ranks split a gradient. Raises UnsupportedModel where they split earlier ones otherwise."""
-        known, placements = self._placements[index], getattr(spec_of(gradient), "placements", None)
-        if known is not None and known != placements:
+    def _memory_of(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The memory for gradients like this one. Raises UnsupportedModel where ranks split earlier ones otherwise."""
+        part, memory = part_here(gradient), self._memory[index]
+        placements = getattr(spec_of(gradient), "placements", None)
+        if memory is None:
+            dtype = self.group.fsdp_params[index].reduce_dtype or part.dtype
+            with outside_of_tracing():
+                memory = torch.empty(part.shape, dtype=dtype, device=part.device)
+            memory.untyped_storage().resize_(0)
+            self._memory[index], self._placements[index] = memory, placements
+        if self._placements[index] != placements:
             raise UnsupportedModel(
                 f"gradients of a {type(self.group.modules[0]).__name__} that add up over steps are split over ranks in "
-                f"two ways, {known} and {placements}"
+                f"two ways, {self._placements[index]} and {placements}"
             )
-        self._placements[index] = placements
+        return memory
 
     def _sum(self, index: int) -> torch.Tensor:
         """A gradient as FSDP2 has it, in its memory."""
@@ -68,7 +70,7 @@ class WholeGradients:
         if placements is None:
             return memory
         spec = parameter._get_unsharded_dtensor_spec(memory)
-        return with_spec(memory, dataclasses.replace(spec, placements=placements))
+        return with_spec(memory, type(spec)(spec.mesh, placements, tensor_meta=spec.tensor_meta))
 
     def follow(self) -> bool:
         """Take over what backwards without a plan have left. False where no plan does as FSDP2 does now."""
@@ -76,20 +78,15 @@ class WholeGradients:
         if group.reduce_grads != group.all_reduce_grads or group._partial_reduce_output is not None:
             return False
         for index, parameter in enumerate(group.fsdp_params):
-            whole, memory = getattr(parameter, "_unsharded_param", None), self._memory[index]
+            whole = getattr(parameter, "_unsharded_param", None)
             left = parameter.unsharded_accumulated_grad
             left = whole.grad if left is None and whole is not None else left
-            if not parameter.sharded_param.requires_grad or (left is None and group.reduce_grads):
+            if left is None:
                 continue
-            if memory is None:
-                dtype = parameter.reduce_dtype or parameter.param_dtype or parameter.orig_dtype
-                memory = torch.empty(parameter._orig_size, dtype=dtype, device=group.device)
-                memory.untyped_storage().resize_(0)
-                self._memory[index] = memory
-            if left is not None and not part_here(left).is_set_to(memory):
+            memory = self._memory_of(index, left)
+            if not part_here(left).is_set_to(memory):
                 memory.untyped_storage().resize_(memory.nbytes)
                 memory.copy_(part_here(left))
-                self._note_layout(index, left)
                 parameter.unsharded_accumulated_grad = self._sum(index)
                 if whole is not None:
                     whole.grad = None

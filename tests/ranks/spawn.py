@@ -35,6 +35,7 @@ MODULES = (
     "tests.ranks.cells_offload",
     "tests.ranks.cells_sharded",
     "tests.ranks.cells_accumulated",
+    "tests.ranks.cells_torchtitan",
     "tests.ranks.cells_models",
     "tests.ranks.cells_fused",
 )

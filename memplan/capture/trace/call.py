@@ -138,6 +138,7 @@ class OutputTemplate:
     - returned: how many of these the model returned; it left the others elsewhere.
     - out_of_reach: things that hold tensors which can't be exchanged.
     - attributes: (name of the table, key) of each attribute that the model has set.
+    - specs: of tensors that are DTensors, by position: how ranks split it, and its gradient (None: it gets none).
     """
 
     def __init__(self, output: Any, shared: Sequence[Any]) -> None:
@@ -146,6 +147,7 @@ class OutputTemplate:
         self.out_of_reach: list[str] = []
         self._shared = {id(thing): thing for thing in shared}
         self.attributes: list[tuple[str, str]] = []
+        self.specs: dict[int, tuple[Any, Any]] = {}
         self._trees = [self._without_tensors(output, "")]  # what the model returned, then what it left in attributes
         self.returned = len(self.tensors)
 

@@ -260,7 +260,7 @@ class _StepTrace:
             stand_ins.check("backward")
             self._islands.check()
             self._notes.tensor_reads = stand_ins.reads
-            return list(template.tensors), gradients
+            return [private.part_here(tensor) for tensor in template.tensors], gradients
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputTemplate:
         """Run forward. Raises UnsupportedModel where it does something that a planned step would not do."""
@@ -279,11 +279,9 @@ class _StepTrace:
                 f"forward returns {', '.join(template.out_of_reach)} with tensors in it, which a planned step "
                 "would return again and again. Return the tensors"
             )
-        if any(map(private.is_sharded, template.tensors)):
-            raise UnsupportedModel(
-                "forward returns a DTensor, of which this rank has a part. Return to_local() or full_tensor() of it, "
-                "or put the loss inside with loss_fn="
-            )
+        template.specs = {i: (s, None) for i, t in enumerate(template.tensors) if (s := private.spec_of(t)) is not None}
+        if template.specs and request.varying:
+            raise UnsupportedModel("forward returns a DTensor, whose size nobody knows in other calls")
         for name, tensor in request.model.named_buffers():
             if name in buffers and tensor is not buffers[name]:
                 notes.reassigned[name] = template.add(tensor, f"buffer {name}")
@@ -311,6 +309,11 @@ class _StepTrace:
         derived = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
         of_all = Edges(derived.values())
         notes.inner = {i: bool(edges.to(tensor)) for i, tensor in derived.items() if of_all.to(tensor)}
+        if (inner := next((i for i in notes.inner if i in template.specs), None)) is not None:
+            raise UnsupportedModel(
+                f"forward returns the DTensor {template.names[inner].strip()}, and computes another output from it. "
+                "Return to_local() or full_tensor() of it, or put the loss inside with loss_fn="
+            )
         depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
         for function, state in depend.items():  # in a plan it is that of the trace
             raise Refusal(
@@ -333,7 +336,11 @@ class _StepTrace:
                 raise UnsupportedModel("backward starts from an output that does not require grad")
         tangents = []
         for index in chosen:
-            output = template.tensors[index].detach()
+            output, spec = template.tensors[index].detach(), None
+            if index in template.specs:
+                output = torch.empty_like(output)  # of a sum over ranks: ranks have all of its gradient
+                spec, output = private.spec_of(output), private.part_here(output)
+                template.specs[index] = template.specs[index][0], spec
             if arriving is not None:
                 layout = arriving[index]
                 shape, stride = self._as_it_arrives(output, layout)
@@ -344,7 +351,7 @@ class _StepTrace:
                 tangents.append(torch.empty_like(output))
             node = private.tracer_node(tangents[-1])
             assert node is not None
-            self._notes.tangents[index] = node
+            self._notes.tangents[index], tangents[-1] = node, private.with_spec(tangents[-1], spec)
         return chosen, tangents
 
     def _as_it_arrives(self, output: torch.Tensor, layout: GradientLayout) -> tuple[Sequence[int], Sequence[int]]:

@@ -160,7 +160,7 @@ class Runner:
             given = inputs[position]
             same = given if given.requires_grad == self.outputs.requires_grad[i] else given.detach()
             outputs = (*outputs[:i], same, *outputs[i + 1 :])
-        return tuple(outputs)
+        return self.outputs.as_dtensors(outputs)
 
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._schedule, self.store, self.device)

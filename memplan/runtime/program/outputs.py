@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,12 +28,14 @@ class Outputs:
     - names, requires_grad: of each.
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
     - shared: groups of differentiable outputs that lie in the same memory.
+    - specs: of DTensors, by position: of the tensor, and of its gradient.
     """
 
     names: tuple[str, ...]
     requires_grad: tuple[bool, ...]
     inner: Mapping[int, bool]
     shared: tuple[tuple[int, ...], ...]
+    specs: Mapping[int, tuple[Any, Any]]
 
     @staticmethod
     def of(traced: Traced) -> Outputs:
@@ -45,7 +48,16 @@ class Outputs:
             requires_grad=tuple(o.requires_grad for o in traced.outputs),
             inner=traced.inner,
             shared=tuple(tuple(group) for group in by_value.values() if len(group) > 1),
+            specs=traced.template.specs,
         )
+
+    def as_dtensors(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """These tensors, with DTensors in the place of parts of them."""
+        if not self.specs:
+            return tuple(tensors)
+        specs = [self.specs.get(index) for index in range(len(tensors))]
+        known = zip(tensors, specs, self.names, strict=True)
+        return tuple(t if spec is None else private.as_returned(t, *spec, name) for t, spec, name in known)
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> Returned:
         """A record of these tensors as they are returned, for checks in backward."""
