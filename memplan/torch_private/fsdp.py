@@ -50,7 +50,7 @@ class FsdpUnit:
         self.modules: tuple[nn.Module, ...] = tuple(state._modules)
         self._sums = [WholeGradients(group) for group in state._fsdp_param_groups]
         self._left: set[nn.Module] = set()  # of a pass that is being traced
-        self._gathered: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()  # by trace
+        self._gathered: weakref.WeakKeyDictionary[Any, dict[bool, Any]] = weakref.WeakKeyDictionary()  # by trace
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
@@ -129,7 +129,8 @@ class FsdpUnit:
 
     def follows(self) -> bool:
         """Whether a plan can do what the unit does with whole gradients now. Those that are there are ready for one."""
-        return min((sums.follow() for sums in self._sums), default=True)
+        followed = [sums.follow() for sums in self._sums]
+        return all(followed)
 
     def begin(self, used: Collection[int]) -> None:
         """Have memory for those whole gradients that a step adds to. used: ids of constants that it uses."""
@@ -209,16 +210,16 @@ class FsdpUnit:
         args, kwargs = self._state._cast_forward_inputs(args, kwargs)
         if not self._left:
             self._left = set(self.modules)
-            trace, groups = get_proxy_mode(), self._state._fsdp_param_groups
-            known = None if trace is None else self._gathered.get(trace)
-            runs = known or [whole_parameters(sums) for sums in self._sums]
-            if trace is not None:
-                self._gathered[trace] = runs
+            trace, differentiates = get_proxy_mode(), torch.is_grad_enabled()
+            gathered = {} if trace is None else self._gathered.setdefault(trace, {})
+            is_first = differentiates not in gathered
+            if is_first:
+                gathered[differentiates] = [whole_parameters(sums) for sums in self._sums]
             before = args, kwargs
-            for group, (traffic, wholes) in zip(groups, runs, strict=True):
-                self._exchange(group, wholes)
-                args, kwargs = type(group)._register_post_backward_hook(_NoReduction(), args, kwargs)
-                traffic.reduces_early |= known is not None and (before[0] is not args or before[1] is not kwargs)
+            for sums, (traffic, wholes) in zip(self._sums, gathered[differentiates], strict=True):
+                self._exchange(sums.group, wholes)
+                args, kwargs = type(sums.group)._register_post_backward_hook(_NoReduction(), args, kwargs)
+                traffic.reduces_early |= not is_first and (before[0] is not args or before[1] is not kwargs)
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:

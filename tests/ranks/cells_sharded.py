@@ -127,11 +127,14 @@ def frozen() -> Made:
 
 
 class Again(Net):
-    """A net that runs three of its blocks twice or more."""
+    """A net that runs its blocks twice or more, one of them first without gradients."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
         scale = self.scale(x)
+        with torch.no_grad():
+            refined = self.blocks[3](self.blocks[2](x, scale), scale)
+        x = x + refined
         for index in (0, 1, 0, 2, 1, 3, 0):
             x = self.blocks[index](x, scale)
         return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())

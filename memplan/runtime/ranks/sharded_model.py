@@ -125,7 +125,8 @@ class ShardedModel:
 
     def _follows(self) -> bool:
         """Whether plans can do what all units do with gradients now."""
-        return min((unit.follows() for unit in self._units), default=True)
+        followed = [unit.follows() for unit in self._units]
+        return all(followed)
 
     def _shard(self) -> None:
         for unit in self._units:
