@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
 from tests.ranks.spawn import Cell
 from tests.support.accelerate_state import fresh_accelerate
 from tests.support.zoo import copied, first_difference
@@ -62,8 +63,8 @@ def compare_trainers(accumulated: int = 1) -> str | None:
     return first_difference(*results, "result")
 
 
-def compare_accelerate() -> str | None:
-    """A loop of Accelerate with a plugin for FSDP2."""
+def compare_accelerate(accumulated: int = 1) -> str | None:
+    """A loop of Accelerate with a plugin for FSDP2. accumulated: micro-batches of a step."""
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -73,22 +74,26 @@ def compare_accelerate() -> str | None:
     for planned in (False, True):
         with as_on_gpus():
             plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-            accelerator = Accelerator(fsdp_plugin=plugin)
+            accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=accumulated)
             net = language_model().train()
             model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
             torch.manual_seed(10 + torch.distributed.get_rank())
             batches = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 50, (4, 4, 24)).unbind()]
             if planned:
-                memplan.apply(model, batches[0], memplan.Budget(activations=0.8), costs="estimate")
-                assert memplan.plan_of(model).recomputed  # type: ignore[union-attr]
+                memplan.apply(model, None, memplan.Budget(activations=0.8), costs="estimate")
             losses = list[Any]()
             for batch in batches:
-                loss = model(**batch).loss
-                accelerator.backward(loss)
-                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append((copied(loss.detach()), copied(norm.full_tensor())))
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    losses.append(copied(loss.detach()))
+                    if accelerator.sync_gradients:
+                        losses.append(copied(accelerator.clip_grad_norm_(model.parameters(), 1.0).full_tensor()))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert not planned or [bool(step.plan.recomputed) for step in planned_forward(model).steps] == [True] * (
+                2 if accumulated > 1 else 1
+            )
             results.append((losses, own_parts(model)))
     return first_difference(*results, "result")
 
@@ -98,4 +103,5 @@ CELLS = {
     "Trainer": Cell(compare_trainers, needs=HUGGING_FACE),
     "Trainer, accumulation": Cell(functools.partial(compare_trainers, 2), full=True, needs=HUGGING_FACE),
     "Accelerate": Cell(compare_accelerate, needs=HUGGING_FACE),
+    "Accelerate, accumulation": Cell(functools.partial(compare_accelerate, 2), full=True, needs=HUGGING_FACE),
 }
