@@ -111,8 +111,10 @@ class WholeGradients:
             for parameter, part in zip(parameters, parts, strict=True):
                 if part is not None:
                     parameter.unsharded_accumulated_grad, sharded = None, parameter.sharded_param
-                    part = with_spec(part, sharded._spec)
+                    part = with_spec(part.to(part_here(sharded).device), sharded._spec)
                     sharded.grad = part if sharded.grad is None else sharded.grad.add_(part)
+                    for hook in (sharded._post_accumulate_grad_hooks or {}).values():
+                        hook(sharded)
         for memory in self._memory:
             if memory is not None:
                 memory.untyped_storage().resize_(0)
