@@ -35,7 +35,7 @@ from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
 from memplan.runtime.program.program import Grads
-from memplan.runtime.program.step import ServingStep
+from memplan.runtime.program.step import ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
@@ -242,7 +242,7 @@ def _first_step(
         if plan is not None:
             return or_raise(planner.adopt(sample, plan))
         try:
-            return or_raise(planner.step(sample, share=share))
+            return step_or_raise(planner.step(sample, share=share))
         except BudgetInfeasible as error:
             raise _with_floor_of_fewer_outputs(error, less_bytes) from None
 

@@ -39,7 +39,7 @@ from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.program import Grads, Program
-from memplan.runtime.program.step import PlannedStep, ServingStep
+from memplan.runtime.program.step import PlannedStep, ServingStep, step_or_raise
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.ranks.agreement import Share
 
@@ -151,7 +151,7 @@ class Planner:
                 note_results(way.found, way.unsteady)  # what ops give at other sizes nobody knows
                 found = None
         if share is not None:  # others would not go along with a second try, and would wait for advice
-            return found or or_raise(self._step(sample, known, share))
+            return found or step_or_raise(self._step(sample, known, share))
         found = found or once_more_where_results_differ(self._step)(sample, known, None)
         if isinstance(found, UnsupportedModel) and isinstance(way_of(found), OtherResults):
             found = self._unplanned.step(sample, known, found)
