@@ -70,11 +70,8 @@ class Transfers:
     def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Begin a copy. Source and target are kept alive until it has been waited for."""
         event = self.streams.copy(direction, source, target)
-        self._keep(slab, event, source, target)
-        return Ticket(event, target)
-
-    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+        return Ticket(event, target)
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """Let what is computed from here on wait for a copy. Gives its target."""
@@ -154,10 +151,6 @@ class Transfers:
         """Whether a storage is host memory that `pinned` made."""
         return storage._cdata in self._host
 
-    def close(self) -> None:
-        """Free all pinned memory that no forward is using."""
-        del self.slabs[:]
-
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
@@ -211,7 +204,11 @@ def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     """Begin to copy an offloaded value, or a parameter that lives on the host, into new memory on the device."""
-    held = source.data if isinstance(source, Ticket) else _own_bytes(source)
+    if isinstance(source, Ticket):
+        held = source.data
+    else:  # it had a storage of its own when it was planned, and may lie in a larger one by now (vector_to_parameters)
+        start = int(source.storage_offset()) * source.element_size()
+        held = bytes_within(source.detach().untyped_storage(), start, source.nbytes)
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
     ticket = slab.transfers.begin(slab, "in", held, target)
     if isinstance(source, torch.Tensor):
@@ -256,16 +253,6 @@ def viewed_as(
     """A tensor over memory that was copied as bytes. offset: in elements."""
     empty = torch.empty(0, dtype=dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), offset, tuple(size), tuple(stride))
-
-
-def _own_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's memory.
-
-    The parameter had a storage of its own when it was planned, and may lie in a larger one by now
-    (`vector_to_parameters`).
-    """
-    start = int(parameter.storage_offset()) * parameter.element_size()
-    return bytes_within(parameter.detach().untyped_storage(), start, parameter.nbytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -354,14 +354,11 @@ class _Lowering(ProgramNodes):
             self.live[value] = dict.fromkeys(self.traced.roots[value], whole)
             return
         slab = self._the_slab()
-        if value in self.fetches:
-            self._see_copy(value, self.side.call(wait, (slab, self.carry(self.fetches.pop(value)))))
-        else:
+        if value not in self.fetches:
             self.host_copies[value] = self.carry(self.host_copies[value])
             self.side.call(wait, (slab, self.host_copies[value]))
-
-    def _see_copy(self, value: int, memory: fx.Node) -> None:
-        """Bind a value to memory that holds a copy of it."""
+            return
+        memory = self.side.call(wait, (slab, self.carry(self.fetches.pop(value))))
         self.live[value] = instance = {}
         for root in self.traced.roots[value]:
             layout = (root.meta["val"].dtype, *self.layout(root))
@@ -417,7 +414,9 @@ class _Lowering(ProgramNodes):
                 kind, _, input_name = name.partition(" ")
                 if kind == "input":
                     results.append(self.tensor(node, gradient.value))
-                    positions.append(self._input_position(input_name))
+                    sources = (r for r in self.traced.residents.values() if r.kind == "input")
+                    positions.append(next(r.position for r in sources if r.name == input_name))
+        with_gradient = [name for gradient in self.traced.gradients for name in gradient.parameters]
         saved = list(self.carried)
         return Program(
             forward=self.forward.module([*self.outputs, *saved], "Forward"),
@@ -425,7 +424,7 @@ class _Lowering(ProgramNodes):
             forward_inputs=tuple(self.inputs),
             sizes=tuple(self.expressions),
             backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
-            backward_state=tuple(dict.fromkeys([*self.backward.state_names, *self._parameters_with_gradient()])),
+            backward_state=tuple(dict.fromkeys([*self.backward.state_names, *with_gradient])),
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
             input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
             output_count=len(self.outputs),
@@ -435,9 +434,3 @@ class _Lowering(ProgramNodes):
             collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
             staying=tuple(map(self._parameter, self.staying)),
         )
-
-    def _parameters_with_gradient(self) -> list[str]:
-        return [name for gradient in self.traced.gradients for name in gradient.parameters]
-
-    def _input_position(self, name: str) -> int:
-        return next(r.position for r in self.traced.residents.values() if r.kind == "input" and r.name == name)

@@ -74,7 +74,10 @@ class Observer:
         with self._half():
             yield
         if not self._steps:
-            self._grown_bytes = self._peak_bytes() - self._before_bytes
+            on_cuda = self._device.type == "cuda"
+            peak_bytes = private.requested_bytes(self._device)[1] if on_cuda else 0
+            peak_bytes = peak_bytes if self._meter is None else self._meter.peak_bytes
+            self._grown_bytes = peak_bytes - self._before_bytes
             self._meter = None
         else:
             self.finished = True
@@ -92,8 +95,3 @@ class Observer:
         if self._device.type == "cuda" and self._steps:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-    def _peak_bytes(self) -> int:
-        if self._meter is not None:
-            return self._meter.peak_bytes
-        return private.requested_bytes(self._device)[1] if self._device.type == "cuda" else 0
