@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,27 +27,20 @@ def built_step(wanted: Wanted) -> Described:
             "--set and --dtype are for configs", f"{wanted.source} makes the model by itself", "leave them out"
         )
     place, _, name = wanted.source.rpartition(":")
-    with _importing(place):
+    before = list(sys.path)  # modules are found where the user is, and beside the file
+    sys.path[:0] = [str(Path(place).resolve().parent)] if place.endswith(".py") else [str(Path.cwd())]
+    try:
         build = _function(_module(place, wanted.source), name, wanted.source)
         arguments = _arguments(build, wanted)
         given = _called(lambda: build(**arguments), f"{wanted.source} raises an error")
+    finally:
+        sys.path[:] = before
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
         raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {_shown(given)}", _NEXT)
     model, sample, *loss_fn = given
     count = sum(p.numel() for p in model.parameters())
     title = f"{type(model).__name__} of {wanted.source}, {count / 1e6:.2f}e6 parameters"
     return Described(title, model, sample, loss_fn[0] if loss_fn else None, 1, "batches")
-
-
-@contextlib.contextmanager
-def _importing(place: str) -> Iterator[None]:
-    """A context in which modules are found where the user is, and beside the file."""
-    before = list(sys.path)
-    sys.path[:0] = [str(Path(place).resolve().parent)] if place.endswith(".py") else [str(Path.cwd())]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _module(place: str, source: str) -> ModuleType:

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.command_line.described import Described, Wanted, on_paper, title_of, with_changes
+from memplan.command_line.described import (
+    Described,
+    Wanted,
+    class_in,
+    library,
+    on_paper,
+    title_of,
+    unmade,
+    with_changes,
+    without_batch,
+)
 from memplan.command_line.outcomes import Mistake
 
 # What a type is trained as, where nobody says so; the first that transformers has for it.
@@ -59,7 +69,7 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
         with on_paper(wanted.dtype or "bfloat16"):
             model = model_class(config).train()
     except Exception as error:
-        raise _unmade(model_class.__name__, error) from error
+        raise unmade(model_class.__name__, error) from error
     sample, items, unit, batch = _sample(model, wanted)
     title = title_of(model, wanted.dtype or "bfloat16", batch)
     remarks = [_positions(model, sample)]
@@ -69,23 +79,14 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        return None
-    found: Any = transformers
-    found.logging.set_verbosity_error()
+    found = library("transformers")
+    if found is not None:
+        found.logging.set_verbosity_error()
     return found
 
 
 def _model_class(name: str) -> Any:
-    transformers = _transformers()
-    try:
-        found = getattr(transformers, name, None)
-    except (ImportError, RuntimeError):  # it needs a library that is not here
-        return None
-    if not inspect.isclass(found) or not issubclass(found, transformers.PreTrainedModel):
-        return None
+    found = class_in(_transformers(), name, "PreTrainedModel")
     return found if getattr(found, "config_class", None) is not None else None
 
 
@@ -115,15 +116,7 @@ def _made(config_class: Any, fields: dict[str, Any]) -> Any:
     try:
         return config_class.from_dict(fields)
     except Exception as error:
-        raise _unmade(config_class.__name__, error) from error
-
-
-def _unmade(name: str, error: Exception) -> Mistake:
-    return Mistake(
-        f"{name} can't be made of this config",
-        f"{type(error).__name__}: {error}",
-        "change the config, or fields of it with --set NAME=VALUE",
-    )
+        raise unmade(config_class.__name__, error) from error
 
 
 def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, str, str]:
@@ -137,19 +130,17 @@ def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, s
     words = f"batch {batch} of length {length}"
     if model.main_input_name == "pixel_values":
         seen = getattr(config, "vision_config", config)
-        size, channels = _image_size(seen), getattr(seen, "num_channels", 3)
+        size, channels = getattr(seen, "image_size", None) or 224, getattr(seen, "num_channels", 3)
+        size = (size, size) if isinstance(size, int) else tuple(size)
         sample, items, unit = {"pixel_values": torch.zeros(batch, channels, *size)}, batch, "images"
         words = f"batch {batch} of images of {size[0]} x {size[1]}"
     elif model.main_input_name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", _LENGTH)
         sample = {"input_features": torch.zeros(batch, config.num_mel_bins, frames)}
     elif model.main_input_name != "input_ids":
-        raise Mistake(
-            f"a batch for {type(model).__name__} can't be made up",
-            f"it takes {model.main_input_name}",
-            "give a function that makes model and batch: path/file.py:build",
-        )
-    sample = {name: _in_dtype(tensor, model) for name, tensor in sample.items()}
+        raise without_batch(model, model.main_input_name)
+    dtype = next(model.parameters()).dtype
+    sample = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
     return sample | _labels(takes, type(model).__name__, ids), items, unit, words
 
 
@@ -162,15 +153,6 @@ def _labels(takes: Any, class_name: str, ids: torch.Tensor) -> dict[str, torch.T
         return {}
     one_label = class_name.endswith("Classification") and "Token" not in class_name
     return {"labels": one_each if one_label else ids.clone()}
-
-
-def _image_size(config: Any) -> tuple[int, int]:
-    size = getattr(config, "image_size", None) or 224
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _in_dtype(tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    return tensor.to(next(model.parameters()).dtype) if tensor.is_floating_point() else tensor
 
 
 def _positions(model: Any, sample: dict[str, torch.Tensor]) -> str:

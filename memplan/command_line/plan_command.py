@@ -67,7 +67,11 @@ def _plan(given: argparse.Namespace) -> Outcome:
     facts |= figures_as_json(plan)
     lines += _figures(plan, rate, asked.step.unit)
     if given.out is not None:
-        _save(plan, given.out)
+        try:
+            plan.save(given.out)
+        except OSError as error:
+            what = f"the plan can't be saved as {str(given.out)!r}"
+            raise Mistake(what, str(error), "give a place to write to") from None
         facts["file"] = str(given.out)
         lines.append(f"saved    {given.out}")
     return Outcome("\n".join(lines), facts)
@@ -115,29 +119,18 @@ def _figures(plan: Plan, rate: float, unit: str) -> list[str]:
     """What a plan comes to, in lines."""
     offload = f"; {format_bytes(plan.offloaded_bytes)} go to the host" if plan.offloaded_bytes else ""
     host = [f"host     {format_bytes(plan.host_bytes)} of its memory"] if plan.host_bytes else []
+    rounded = f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
     floor_time = f", at {format_seconds(plan.floor_time_s)} a step" if plan.knows_floor_time else ""
     return [
         f"fits     peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.problem.budget_bytes or 0)} "
         f"(unplanned {format_bytes(plan.baseline_peak_bytes)})",
         *([f"reserved {plan.reserved_text}"] if plan.problem.requests is not None else []),
-        f"time     {format_seconds(plan.time_s)} a step, {plan.overhead:+.1%} over no plan; "
-        f"{_rounded(rate)} {unit} a second",
+        f"time     {format_seconds(plan.time_s)} a step, {plan.overhead:+.1%} over no plan; {rounded} {unit} a second",
         f"best     at most {plan.gap:.1%} faster is possible in this budget",
         f"how      {len(plan.recomputed)} of {len(plan.problem.graph.ops)} ops run again{offload}",
         *host,
         f"floor    {format_bytes(plan.floor_bytes)} is the least{floor_time}",
     ]
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
-
-
-def _save(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise Mistake(f"the plan can't be saved as {str(path)!r}", str(error), "give a place to write to") from None
 
 
 def _explore(given: argparse.Namespace) -> Outcome:
