@@ -70,8 +70,11 @@ class Transfers:
     def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Begin a copy. Source and target are kept alive until it has been waited for."""
         event = self.streams.copy(direction, source, target)
-        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+        self._keep(slab, event, source, target)
         return Ticket(event, target)
+
+    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """Let what is computed from here on wait for a copy. Gives its target."""
