@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.api import plan_or_refusal
-from memplan.capture.capturable import model_device
+from memplan.api import named_budget, plan_or_refusal
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.errors import BudgetInfeasible, UnsupportedModel
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.remedies import PlanAt, largest_that_fits
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import parsed
@@ -138,8 +136,16 @@ def _planned(
     """The plan at a size, which is noted in `tried`, or the refusal."""
     if size in tried:
         return tried[size]
-    options = {"on_infeasible": "raise", **settings}
-    found = plan_or_refusal(model, _sample(make_sample, size), limit_bytes, **options)
+    if not callable(make_sample):
+        raise TypeError(f"make_sample is a function from a size to a sample, got {type(make_sample).__name__}")
+    sample = make_sample(size)
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
+    if not any(size in shape for shape in shapes):
+        raise ValueError(
+            f"make_sample({size}) has no tensor with a size of {size}, but shapes {shapes}. Make samples of any size, "
+            "for example with torch.zeros"
+        )
+    found = plan_or_refusal(model, sample, limit_bytes, **{"on_infeasible": "raise", **settings})
     if isinstance(found, UnsupportedModel):
         raise found
     if isinstance(found, Plan):
@@ -172,28 +178,11 @@ def longest_sequence(
 
 def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, Any]) -> int:
     """The budget in bytes. Raises ValueError for one that is not."""
-    budget = budget_of_environment() if budget is None else budget
-    if budget is None or budget == AUTOMATIC:
-        device = settings.get("device")
-        return automatic_bytes(model_device(model) if device is None else torch.device(device))
-    found = parsed(budget)
+    named = named_budget(budget, model, settings.get("device"))
+    found = parsed(named)  # type: ignore[arg-type]  # no Budget
     if not isinstance(found, int):
-        raise ValueError(f"give the budget in bytes, for example '16GiB': {budget!r} is another one for each size")
+        raise ValueError(f"give the budget in bytes, for example '16GiB': {named!r} is another one for each size")
     return found
-
-
-def _sample(make_sample: MakeSample, size: int) -> Sample:
-    """A sample of a size. Raises ValueError where no tensor of it has that size."""
-    if not callable(make_sample):
-        raise TypeError(f"make_sample is a function from a size to a sample, got {type(make_sample).__name__}")
-    sample = make_sample(size)
-    shapes = [tuple(t.shape) for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
-    if not any(size in shape for shape in shapes):
-        raise ValueError(
-            f"make_sample({size}) has no tensor with a size of {size}, but shapes {shapes}. Make samples of any size, "
-            "for example with torch.zeros"
-        )
-    return sample
 
 
 def _tokens(model: nn.Module, sample: Sample, settings: dict[str, Any]) -> int | None:

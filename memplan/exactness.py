@@ -21,14 +21,7 @@ from memplan.capture.trace.call import Sample
 from memplan.errors import NothingToTrain
 from memplan.installed.planned_forward import plans_set_aside
 from memplan.planning.settings import LossFunction, Settings
-from memplan.runtime.trial.recorded_step import (
-    ModulesHeard,
-    Parts,
-    ResultKey,
-    StepRecord,
-    StepStart,
-    named_tensors,
-)
+from memplan.runtime.trial.recorded_step import ModulesHeard, Parts, ResultKey, StepRecord, StepStart, named_tensors
 
 Kind = Literal["error", "output", "second run", "gradient", "input", "buffer", "parameter", "generator"]
 
@@ -183,7 +176,12 @@ class _BothSteps:
         self.twin, self.off = None, private.SwitchedOff()
         self._run = self._right = _called(model, loss_fn)
         if isinstance(reference, nn.Module):
-            _refuse_other_parameters(model, reference)
+            buffers = {name for name, _ in (*model.named_buffers(), *reference.named_buffers())}
+            modules = (model, reference)
+            own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in modules)
+            strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
+            if strange:
+                raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
             self.twin, self._right = reference, _called(reference, loss_fn)
         elif reference is not None:
             self._right = _called(model, reference)
@@ -214,14 +212,6 @@ def _called(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., Any
 def _counted(count: int, noun: str) -> str:
     first, space, rest = noun.partition(" of ")
     return f"{count} {first}{'' if count == 1 else 's'}{space}{rest}"
-
-
-def _refuse_other_parameters(model: nn.Module, twin: nn.Module) -> None:
-    buffers = {name for name, _ in (*model.named_buffers(), *twin.named_buffers())}
-    own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, twin))
-    if own != theirs:
-        strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
-        raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
 
 
 def _differences(right: StepRecord, other: StepRecord) -> dict[ResultKey, Finding]:

@@ -74,13 +74,9 @@ class GroupCompiler:
                 len(failed), self._failed[keys[failed[0]]],
             )  # fmt: skip
             return NotCompiled(frozenset(place_of_node(node).op for group in failed for node in group.nodes))
-        found: list[FusedKernel | None] = []
-        for unit in units:
-            kernel = None
-            if isinstance(unit, FusedGroup):
-                kernel, unit.over = self._kernels[keys[unit]]
-            found.append(kernel)
-        return found
+        for group, key in keys.items():
+            group.over = self._kernels[key][1]
+        return [self._kernels[keys[unit]][0] if isinstance(unit, FusedGroup) else None for unit in units]
 
     def _compile(self, programs: dict[str, GroupProgram]) -> None:
         missing = {k: p for k, p in programs.items() if k not in self._kernels and k not in self._failed}

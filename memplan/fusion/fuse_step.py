@@ -11,7 +11,7 @@ from memplan.fusion.donations import donate
 from memplan.fusion.fused_step import fused_step
 from memplan.fusion.fusible import fusible_ops
 from memplan.fusion.group_program import GroupProgram
-from memplan.fusion.groups import FusedGroup, Unit, grouped_units, set_ends, without_dead
+from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
 from memplan.fusion.step_graph import StepGraph, place_of_node
 
@@ -58,12 +58,9 @@ def _alone(units: Sequence[Unit]) -> set[int]:
     groups = [unit for unit in units if not isinstance(unit, int)]
     ops_of = [{place_of_node(n).op for n in g.nodes if place_of_node(n).phase == g.phase} for g in groups]
     joined = {op for ops in ops_of if len(ops) > 1 for op in ops}
-    left = [ops for group, ops in zip(groups, ops_of, strict=True) if len(ops) == 1 and not _gains(group)]
-    return set().union(*left) - joined
-
-
-def _gains(group: FusedGroup) -> bool:
-    """Whether one op had better be a group: it writes over what it reads, or keeps to a seed."""
-    if any(private.keeps_to_seed(node.target) for node in group.nodes):
-        return True
-    return bool(group.over) and GroupProgram.of(group).is_pointwise()
+    left = set[int]()
+    for group, ops in zip(groups, ops_of, strict=True):
+        seeded = any(private.keeps_to_seed(node.target) for node in group.nodes)
+        if len(ops) == 1 and not seeded and not (group.over and GroupProgram.of(group).is_pointwise()):
+            left |= ops
+    return left - joined

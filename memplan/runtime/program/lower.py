@@ -71,11 +71,7 @@ def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tens
 
 
 def lower(
-    schedule: Schedule,
-    traced: Traced,
-    grads: Grads = "surface",
-    checks: bool = False,
-    steering: Steering | None = None,
+    schedule: Schedule, traced: Traced, grads: Grads = "surface", checks: bool = False, steering: Steering | None = None
 ) -> Program:
     """Write `schedule` as a program. The schedule must have passed `simulate`.
 

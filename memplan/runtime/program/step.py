@@ -208,11 +208,7 @@ class EagerStep:
 
     @staticmethod
     def of(
-        model: nn.Module,
-        forward: Callable[..., Any],
-        call: Call,
-        device_type: str,
-        checkpointed: tuple[str, ...] = (),
+        model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str, checkpointed: tuple[str, ...] = ()
     ) -> EagerStep:
         """The step for calls like this one."""
         forward = checkpointing(model, checkpointed, forward)

@@ -264,12 +264,7 @@ class IslandRuns(private.RealOps):
             raise Refusal(f"{island.function} shares parameters, whose casts autocast shares too")
 
     def _look(
-        self,
-        island: Island,
-        given: Sequence[torch.Tensor],
-        returned: Any,
-        state: Any,
-        attributes: AttributesKept,
+        self, island: Island, given: Sequence[torch.Tensor], returned: Any, state: Any, attributes: AttributesKept
     ) -> None:
         """Fill the facts and costs of an island by extra runs of the call and its backward.
 

@@ -20,11 +20,7 @@ from memplan.capture.trace.generators import python_generators_kept
 
 
 @contextlib.contextmanager
-def nothing_kept(
-    model: nn.Module,
-    call: Call,
-    run: Callable[..., Any] | None = None,
-) -> Iterator[WritesUndone]:
+def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any] | None = None) -> Iterator[WritesUndone]:
     """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
     Hooks of parameters do not run. Parameters that autocast has cast are cast anew in here and afterwards, because a
