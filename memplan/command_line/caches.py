@@ -11,14 +11,12 @@ from memplan.logs import quiet, show_count
 
 
 def add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan warmup`."""
     command = commands.add_parser("warmup", help="compile the solvers ahead, so that the first plan does not wait")
     command.set_defaults(run=_warmup)
     return command
 
 
 def add_clear_costs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan clear-costs`."""
     command = commands.add_parser(
         "clear-costs", help="forget what was measured of ops and models, and the plans made of it; plans measure anew"
     )

@@ -18,7 +18,6 @@ _FAR_OFF = 0.25
 
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan demo`."""
     command = commands.add_parser(
         "demo",
         help="train a small GPT-2 as it is, at half of its peak and in as little as it can",

@@ -33,7 +33,6 @@ class Found:
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan doctor`."""
     command = commands.add_parser("doctor", help="versions, devices, compilers and caches; what is missing")
     command.set_defaults(run=_doctor)
     return command

@@ -25,7 +25,6 @@ _BAR = 40  # characters of the highest peak
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan plan`."""
     command = commands.add_parser("plan", help="whether a step fits a budget, at which peak and in which time")
     add_step_options(command)
     command.add_argument("--update", choices=("step", "backward"), default="step", help="see docs/offload.md (step)")
@@ -39,7 +38,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
 
 
 def add_explore(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan explore`."""
     command = commands.add_parser("explore", help="the curve of peak against time, from the floor to no plan at all")
     add_step_options(command)
     command.set_defaults(run=_explore)

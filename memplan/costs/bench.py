@@ -240,7 +240,14 @@ class Bench:
         if index in self._not_made_up:
             found = self._computed(kernel)
             real |= {node: t.clone() if kernel.reads[node] in written else t for node, t in found.items()}
-        return _substituted(kernel.args, real), dict(zip(kernel.kwargs, _substituted(kernel.kwargs.values(), real)))
+
+        def given(thing: Any) -> Any:
+            if isinstance(thing, fx.Node):
+                return real[thing]
+            return thing.build() if isinstance(thing, MetaTensor) else thing
+
+        arguments: _Arguments = pytree.tree_map(given, (kernel.args, kernel.kwargs))
+        return arguments
 
     def _computed(self, kernel: Kernel) -> dict[fx.Node, torch.Tensor]:
         """What a kernel reads of parameters, buffers, inputs and what forward computes from them."""
@@ -337,21 +344,6 @@ def _seen_anew(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     """The arguments as tensor objects of their own: ops such as `squeeze_` change those that they are given."""
     seen: _Arguments = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     return seen
-
-
-def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments of a kernel with real tensors in place of the trace's nodes."""
-    found: list[Any] = []
-    for thing in arguments:
-        if isinstance(thing, fx.Node):
-            found.append(real[thing])
-        elif isinstance(thing, MetaTensor):
-            found.append(thing.build())
-        elif isinstance(thing, (list, tuple)):
-            found.append(type(thing)(_substituted(thing, real)))
-        else:
-            found.append(thing)
-    return tuple(found)
 
 
 def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:

@@ -34,23 +34,11 @@ _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's ord
 
 
 @dataclass(frozen=True, slots=True)
-class Lowered:
-    """A plan as programs, with their collectives. A second program serves gradients of another layout."""
-
-    programs: tuple[Program, ...]
-    collectives: Collectives
-
-    @staticmethod
-    def of(programs: tuple[Program, ...]) -> Lowered:
-        events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
-        return Lowered(programs, Collectives.of(event for of_program in events for event in of_program))
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedStep:
     """One plan of a model for one kind of call.
 
-    - lowered: gives the plan as programs, which are made when they are first needed.
+    - lowered: gives the plan as programs, which are made when they are first needed, with their collectives. A second
+      program serves gradients of another layout.
     - key: tells which calls the step serves.
     - provisional: found in a hurry; planned in full when such a call comes again.
     - sized: the plan at other sizes, where the step serves those too.
@@ -59,7 +47,7 @@ class PlannedStep:
 
     planned: Plan
     capture: Capture
-    lowered: Callable[[], Lowered]
+    lowered: Callable[[], tuple[tuple[Program, ...], Collectives]]
     key: StepKey
     runner: Runner
     provisional: bool = False
@@ -82,23 +70,29 @@ class PlannedStep:
         programs: gives the plan, lowered.
         """
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        lowered = functools.cache(lambda: Lowered.of(programs()))
+
+        @functools.cache
+        def lowered() -> tuple[tuple[Program, ...], Collectives]:
+            made = programs()
+            events = dict.fromkeys(p.collectives for p in made)  # most often those of one are those of the other
+            return made, Collectives.of(event for of_program in events for event in of_program)
+
         traced, trainable = capture.traced, tuple(n for n, p in model.named_parameters() if p.requires_grad)
         names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
         store = ParameterStore(model, names, traced.device, gathers, traced.specs)
         inputs = trainable if grads == "edges" else ()
-        runner = Runner(capture, lambda: lowered().programs, plan, store, inputs)
+        runner = Runner(capture, lambda: lowered()[0], plan, store, inputs)
         if plan.problem.costs.source != "measured":  # some ops have not run here
             runner.check_first_runs()
         return PlannedStep(plan, capture, lowered, capture.key, runner, provisional, sized)
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        return self.lowered().programs
+        return self.lowered()[0]
 
     @property
     def collectives(self) -> Collectives:
-        return self.lowered().collectives
+        return self.lowered()[1]
 
     @property
     def plan(self) -> Plan:

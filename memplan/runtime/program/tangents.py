@@ -52,11 +52,6 @@ class PlannedTangent:
                 found[index] = PlannedTangent(TangentLayout.of(names[index], node.meta["val"]), size, values)
         return found
 
-    @property
-    def output(self) -> str:
-        """The output's name."""
-        return self.layout.output
-
     def at(self, numbers: Numbers) -> TangentLayout:
         """The layout at these numbers."""
         if self.sizes is None or self.values is None:
@@ -103,12 +98,13 @@ class Backwards:
         for index in tangents.keys() - self._first.keys():
             return (
                 f"backward reached output {self._outputs[index]}, but the plan starts backward from "
-                f"{', '.join(x.output for x in self._first.values())} alone. Put the whole loss inside with loss_fn="
+                f"{', '.join(x.layout.output for x in self._first.values())} alone. Put the whole loss inside with "
+                "loss_fn="
             )
         for index in self._first.keys() - tangents.keys():
             return (
-                f"backward did not reach output {self._first[index].output}, but the plan starts backward from it. "
-                "Put the loss inside with loss_fn="
+                f"backward did not reach output {self._first[index].layout.output}, but the plan starts backward from "
+                "it. Put the loss inside with loss_fn="
             )
         layouts = self.layouts(tangents)
         planned = [{i: layout.at(numbers) for i, layout in of_one.items()} for of_one, _ in self._all]
