@@ -305,10 +305,28 @@ class _Stage:
 
 
 def _moments(schedule: PipelineSchedule) -> list[ActionMoment]:
-    """All that this rank computes, in order. Raises ValueError for a schedule whose backward comes in parts."""
+    """All that this rank computes, in order. Kinds of actions are PyTorch's: F, B, I, W and others.
+
+    Raises ValueError for a schedule without an order, or whose backward comes in parts.
+    """
+    order = schedule.pipeline_order
+    rank = schedule._stage.stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
+    if not order or rank not in order:
+        raise ValueError(
+            f"{type(schedule).__name__} has no pipeline_order, from which the microbatches in flight are counted. Use "
+            "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+        )
+
+    def flat(actions: Iterable[Any]) -> Iterator[tuple[str, int]]:
+        for action in actions:
+            if action is not None and action.sub_actions is not None:
+                yield from flat(action.sub_actions)
+            elif action is not None:
+                yield action.computation_type.value, action.stage_index
+
     waiting = {stage.stage_index: 0 for stage in _stages(schedule)}
     found = []
-    for kind, stage in _actions(schedule):
+    for kind, stage in flat(order[rank]):
         if kind in ("I", "W"):
             raise ValueError(
                 f"{type(schedule).__name__} splits backward into a part for inputs and one for weights (zero bubble), "
@@ -395,26 +413,6 @@ def _host_bytes(given: StageHostBudget) -> int:
 
 def _stages(schedule: PipelineSchedule) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else list(schedule._stages)
-
-
-def _actions(schedule: PipelineSchedule) -> Iterator[tuple[str, int]]:
-    """(kind, stage index) of everything that this rank does, in order. Kinds are PyTorch's: F, B, I, W and others."""
-    order = schedule.pipeline_order
-    rank = schedule._stage.stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
-    if not order or rank not in order:
-        raise ValueError(
-            f"{type(schedule).__name__} has no pipeline_order, from which the microbatches in flight are counted. Use "
-            "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
-        )
-
-    def flat(actions: Iterable[Any]) -> Iterator[tuple[str, int]]:
-        for action in actions:
-            if action is not None and action.sub_actions is not None:
-                yield from flat(action.sub_actions)
-            elif action is not None:
-                yield action.computation_type.value, action.stage_index
-
-    return flat(order[rank])
 
 
 def _refuse(schedule: PipelineSchedule) -> None:

@@ -172,21 +172,14 @@ def needs_beside_shards(engine: DeepSpeedEngine, reducing_bytes: int) -> Needs:
     after_bytes = max(stepping_bytes - staying_bytes, staying_bytes - taken_bytes) - reducing_bytes
     after_bytes = max(0, after_bytes)
     index = next(i for i, p in enumerate(zero.fp32_partitioned_groups_flat) if p is largest)
-    stepped = _with_group(basic, zero.sub_group_to_group_id[index], largest)
+    stepped = None
+    if _is_of_pytorch(basic):  # as it is when ZeRO 3 steps it with this group; between steps it has no parameters
+        stepped = copy.copy(basic)
+        stepped.param_groups = [{**basic.param_groups[zero.sub_group_to_group_id[index]], "params": [largest]}]
+        stepped.state = defaultdict(dict, {largest: basic.state[largest]} if largest in basic.state else {})
     rest = [p for p in groups if stepped is None or p is not largest]
     held_bytes += _state_bytes(basic, device, rest)
     return Needs(True, stepped, memplan.Surroundings(held_bytes, after_bytes))
-
-
-def _with_group(optimizer: Any, index: int, parameter: torch.Tensor) -> torch.optim.Optimizer | None:
-    """An optimizer of PyTorch as it is when ZeRO 3 steps it with this parameter; between steps it has no parameters."""
-    if not _is_of_pytorch(optimizer):
-        return None
-    stepped = copy.copy(optimizer)
-    stepped.param_groups = [{**optimizer.param_groups[index], "params": [parameter]}]
-    known = {parameter: optimizer.state[parameter]} if parameter in optimizer.state else {}
-    stepped.state = defaultdict(dict, known)
-    return stepped  # type: ignore[no-any-return]
 
 
 def held_bytes_of(engine: DeepSpeedEngine, inputs: object = ()) -> int:

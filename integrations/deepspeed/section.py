@@ -62,7 +62,19 @@ class MemplanConfig:
         if isinstance(source, (str, Path)):
             source = json.loads(Path(source).read_text())
         section = source.get("memplan") if isinstance(source, Mapping) else None
-        return MemplanConfig() if section is None else _read(section)
+        if section is None:
+            return MemplanConfig()
+        if not isinstance(section, Mapping):
+            raise ValueError(f'"memplan" in a DeepSpeed config is a section in braces, got {section!r}')
+        known = [f.name for f in fields(MemplanConfig)]
+        unknown = [key for key in section if key not in known]
+        if unknown:
+            raise ValueError(f'"memplan" has no key {", ".join(map(repr, unknown))}; it has {", ".join(known)}')
+        given = {key: value for key, value in section.items() if value is not None}
+        for key, value in given.items():
+            if value == "auto" and key != "preset":
+                raise ValueError(f'"memplan": {key} is "auto". Leave it out, or write null')
+        return MemplanConfig(**{key: _READERS[key](key, value) for key, value in given.items()})
 
     def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> RankBudget | None:
         """The budget of a global rank in a pipeline stage; None where it is to be measured.
@@ -98,20 +110,6 @@ class MemplanConfig:
             "config": self.preset, "costs": self.costs, "kernels": self.kernels, "random": self.random,
             "on_mismatch": self.on_mismatch, "on_oom": self.on_oom,
         }  # fmt: skip
-
-
-def _read(section: object) -> MemplanConfig:
-    if not isinstance(section, Mapping):
-        raise ValueError(f'"memplan" in a DeepSpeed config is a section in braces, got {section!r}')
-    known = [f.name for f in fields(MemplanConfig)]
-    unknown = [key for key in section if key not in known]
-    if unknown:
-        raise ValueError(f'"memplan" has no key {", ".join(map(repr, unknown))}; it has {", ".join(known)}')
-    given = {key: value for key, value in section.items() if value is not None}
-    for key, value in given.items():
-        if value == "auto" and key != "preset":
-            raise ValueError(f'"memplan": {key} is "auto". Leave it out, or write null')
-    return MemplanConfig(**{key: _READERS[key](key, value) for key, value in given.items()})
 
 
 def _switch(key: str, value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,23 +141,16 @@ def _explore(given: argparse.Namespace) -> Outcome:
     facts = _told(asked) | {
         "fits": bool(taken), "budget_bytes": budget_bytes, "points": [figures_as_json(point) for point in points]
     }  # fmt: skip
-    lines = [_heading(asked), "", *_table(points, taken[-1] if taken else None)]
+    lines = [_heading(asked), "", f"  {'peak':>10}  {'time a step':>11}  {'overhead':>8}"]
+    for point in points:
+        bar = "#" * max(1, round(_BAR * point.peak_bytes / points[-1].peak_bytes))
+        lines.append(
+            f"{'*' if taken and point is taken[-1] else ' '} {format_bytes(point.peak_bytes):>10}  "
+            f"{format_seconds(point.time_s):>11}  {point.overhead:>+8.1%}  {bar}"
+        )
     words = "takes the point marked with *" if taken else "is below the floor"
     lines += ["", f"a budget of {format_bytes(budget_bytes)} {words}"]
     return Outcome("\n".join(lines), facts, DONE if taken else NO_FIT)
-
-
-def _table(points: Sequence[Plan], taken: Plan | None) -> list[str]:
-    """A line for each point, with a bar for its peak."""
-    most = points[-1].peak_bytes
-    lines = [f"  {'peak':>10}  {'time a step':>11}  {'overhead':>8}"]
-    for point in points:
-        bar = "#" * max(1, round(_BAR * point.peak_bytes / most))
-        lines.append(
-            f"{'*' if point is taken else ' '} {format_bytes(point.peak_bytes):>10}  {format_seconds(point.time_s):>11}"
-            f"  {point.overhead:>+8.1%}  {bar}"
-        )
-    return lines
 
 
 def _heading(asked: AskedStep) -> str:

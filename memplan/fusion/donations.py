@@ -61,12 +61,10 @@ class _Donor:
                 return False
         if group.phase == "forward":
             return self._readers[given] == 1
-        return place_of_node(given).phase == "backward" or not self._is_needed_later(given, position)
-
-    def _is_needed_later(self, given: fx.Node, position: int) -> bool:
-        """Whether an op after this one reads what forward would make again from a value: that has to be there then."""
-        from_it = {given}
+        if place_of_node(given).phase == "backward":
+            return True
+        from_it = {given}  # what forward would make again from it: who reads that later needs the input, too
         for reads, makes, phase in zip(self._reads, self._makes, self._phases, strict=True):
             if phase == "forward" and reads & from_it:
                 from_it |= makes
-        return any(reads & from_it for reads in self._reads[position + 1 :])
+        return not any(reads & from_it for reads in self._reads[position + 1 :])

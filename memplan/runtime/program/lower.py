@@ -120,7 +120,10 @@ class _Lowering(ProgramNodes):
                 case Compute(op):
                     self._compute(op, self._dead_after(index))
                 case Drop(value):
-                    self._drop(value)
+                    self._arrive(value)
+                    self.live.pop(value, None)  # an output that nobody reads was never bound
+                    if self._is_sharded(value):
+                        self.side.call(release, (self._the_gathers(), self._parameter(value)))
                 case SaveRng(op):
                     keep = held_rng if self._replaying(op)[0] is replay_all else save_rng
                     self.rng[op] = self.side.call(keep, (self._replaying(op)[1],))
@@ -266,12 +269,6 @@ class _Lowering(ProgramNodes):
                 fresh.add(value)
         return fresh
 
-    def _drop(self, value: int) -> None:
-        self._arrive(value)
-        self.live.pop(value, None)  # an output that nobody reads was never bound
-        if self._is_sharded(value):
-            self.side.call(release, (self._the_gathers(), self._parameter(value)))
-
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def _the_slab(self) -> fx.Node:
@@ -360,19 +357,6 @@ class _Lowering(ProgramNodes):
             layout = (root.meta["val"].dtype, *self.layout(root))
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
-    def _see_on_host(self, value: int) -> None:
-        """Bind a gradient to its copy on the host, with the strides that its kernel gave it.
-
-        In dimensions of one element, the trace may have other strides.
-        """
-        roots = self.traced.roots[value]
-        self.live[value] = instance = {}
-        for root in roots:
-            shape, stride, offset = self.layout(root)
-            layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
-            arguments = (self._the_slab(), self.host_copies[value], *layout)
-            instance[root] = self.side.call(on_host, arguments, name=root.name)
-
     def _cross_boundary(self) -> None:
         for output in self.traced.outputs:
             self.outputs.append(self.tensor(output.node, output.value))
@@ -389,8 +373,14 @@ class _Lowering(ProgramNodes):
     def _surface(self, values: tuple[int, ...]) -> None:
         names, tensors = [], []
         for value in values:
-            if self.graph.values[value].home == "host":
-                self._see_on_host(value)
+            if self.graph.values[value].home == "host":  # a copy with the strides that the kernel gave
+                roots = self.traced.roots[value]
+                self.live[value] = instance = {}
+                for root in roots:  # in dimensions of one element, the trace may have other strides
+                    shape, stride, offset = self.layout(root)
+                    layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
+                    arguments = (self._the_slab(), self.host_copies[value], *layout)
+                    instance[root] = self.side.call(on_host, arguments, name=root.name)
             for name, node in self.gradients[value].nodes:
                 kind, _, parameter = name.partition(" ")
                 if kind == "parameter":

@@ -70,7 +70,9 @@ class StepStart:
         - heard: listens to the modules.
         - twin: another module that runs in the model's place. It gets the values that the model has, by name.
         """
-        model, sample = twin or self._model, self._copied_sample()
+        model, modules = twin or self._model, {id(module): module for module in self._model.modules()}
+        leaves = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self._sample)
+        sample = copy.deepcopy(leaves, modules)  # tensors of its own, which share memory where the sample's do
         before = [] if twin is None else [(t, parts_of(t)) for t in _contents(twin)]
         own = {} if twin is None else dict(named_tensors(self._model))
         for name, tensor in named_tensors(model) if own else ():
@@ -102,11 +104,6 @@ class StepStart:
             for state, put in self._generators.values():
                 put(state)
             torch.clear_autocast_cache()
-
-    def _copied_sample(self) -> Any:
-        """The sample with tensors of its own, which are leaves and share memory where its own do."""
-        leaves = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self._sample)
-        return copy.deepcopy(leaves, {id(module): module for module in self._model.modules()})
 
     def _left(self, model: nn.Module, sample: Any) -> dict[ResultKey, Parts]:
         found: dict[ResultKey, torch.Tensor | None] = {}

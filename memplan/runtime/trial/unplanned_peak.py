@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -69,7 +69,9 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
                     starts = [template.tensors[i] for i in chosen]
                     del output, template
                     others.look_behind(starts)
-                    _run_backward(starts)
+                    torch.clear_autocast_cache()  # backward runs after the context of autocast, whose end drops casts
+                    with torch.autocast(starts[0].device.type, enabled=False):
+                        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
             del starts
             return max(meter.peak_bytes, resident_bytes + grown[0])
 
@@ -133,13 +135,6 @@ class KnownGenerators(private.RealOps):
                     "it an attribute of a module"
                 )
         return self.run_op(func, args, kwargs)
-
-
-def _run_backward(starts: Sequence[torch.Tensor]) -> None:
-    """Run backward as a training loop does: after the context of autocast, whose end drops its casts."""
-    torch.clear_autocast_cache()
-    with torch.autocast(starts[0].device.type, enabled=False):
-        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
 
 
 @contextlib.contextmanager
