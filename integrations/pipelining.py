@@ -172,7 +172,12 @@ class StagePlans:
                 budget = self._budget[i] if isinstance(self._budget, Mapping) else self._budget
                 memplan.apply(stage.whole, samples[i], budget, **options[i])
             return
-        budget_bytes = _bytes(self._budget)
+        if not isinstance(self._budget, (str, int)) or isinstance(self._budget, bool):
+            raise ValueError(
+                "several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
+                f"{self._budget!r}. A dict gives each stage a budget of its own"
+            )
+        budget_bytes = memplan.parse_bytes(self._budget) if isinstance(self._budget, str) else self._budget
         known = ("loss_fn", "on_mismatch", "on_oom")  # what exploring does not take
         curves = {
             i: memplan.explore(
@@ -379,15 +384,6 @@ def _fastest(
         f"{memplan.format_bytes(budget_bytes)} together; {least_bytes} bytes are the least. Raise the budget, use "
         "smaller microbatches, or more ranks",
         least_bytes,
-    )
-
-
-def _bytes(budget: StageBudget | Mapping[int, StageBudget]) -> int:
-    if isinstance(budget, (str, int)) and not isinstance(budget, bool):
-        return memplan.parse_bytes(budget) if isinstance(budget, str) else budget
-    raise ValueError(
-        f"several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
-        f"{budget!r}. A dict gives each stage a budget of its own"
     )
 
 

@@ -61,7 +61,16 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
         )
     config_class = transformers.CONFIG_MAPPING[kind] if model_class is None else model_class.config_class
     config = _config(config_class, fields, wanted)
-    model_class = model_class or _trained_as(config_class)
+    if model_class is None:
+        known = (getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(config_class, None) for task in _TASKS)
+        model_class = next((found for found in known if found is not None), None)
+        if model_class is None:
+            raise Mistake(
+                f"what {config_class.__name__} is trained as is not clear",
+                "transformers has no language model and no classifier for it",
+                "name the class, such as LlamaForCausalLM, or give a function: path/file.py:build",
+            )
+        model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     config.use_cache = False  # of no use in training
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # without it labels can't become inputs of the decoder
@@ -88,20 +97,6 @@ def _transformers() -> Any:
 def _model_class(name: str) -> Any:
     found = class_in(_transformers(), name, "PreTrainedModel")
     return found if getattr(found, "config_class", None) is not None else None
-
-
-def _trained_as(config_class: type) -> Any:
-    """The class that models of such a config are trained as. Raises Mistake."""
-    transformers = _transformers()
-    for task in _TASKS:
-        found = getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(config_class, None)
-        if found is not None:
-            return found[0] if isinstance(found, tuple) else found
-    raise Mistake(
-        f"what {config_class.__name__} is trained as is not clear",
-        "transformers has no language model and no classifier for it",
-        "name the class, such as LlamaForCausalLM, or give a function: path/file.py:build",
-    )
 
 
 def _config(config_class: Any, fields: dict[str, Any], wanted: Wanted) -> Any:

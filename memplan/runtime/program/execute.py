@@ -21,7 +21,7 @@ from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import OtherResults, way_of
-from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
 from memplan.runtime.program.check import OtherBranch, run_checked
@@ -32,7 +32,7 @@ from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.rng import held_rng, restore_held_rng
-from memplan.runtime.program.tangents import Backwards, PlannedTangent, TangentLayout
+from memplan.runtime.program.tangents import Backwards, PlannedTangent, layouts_of
 from memplan.runtime.watch.observe import Observer
 
 Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
@@ -78,7 +78,7 @@ class Runner:
         self._rescue: Rescue | None = None
         self.before_backward: Callable[[bool], None] | None = None
         self.watch: Observer | None = None
-        self.arrived: dict[int, TangentLayout] | None = None
+        self.arrived: dict[int, GradientLayout] | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
         self._keeps_buffers = False
@@ -92,10 +92,9 @@ class Runner:
     @functools.cached_property
     def backwards(self) -> Backwards:
         """The backward programs, of which the second is for gradients of another layout."""
-        names = self.outputs.names
         variants = [traced for traced in (self._traced, self._capture.expanded) if traced is not None]
-        pairs = [(PlannedTangent.all_of(v, names), p.backward) for v, p in zip(variants, self._programs())]
-        return Backwards(pairs, names, self._capture.backward)
+        pairs = [(PlannedTangent.all_of(v), p.backward) for v, p in zip(variants, self._programs())]
+        return Backwards(pairs, self.outputs.names, self._capture.backward)
 
     @functools.cached_property
     def _checked(self) -> Program:
@@ -266,7 +265,7 @@ class Runner:
         state.surfacing = False
         self.store.end(state.way, self._constants[0])
         self._known_sizes.add(state.numbers)
-        self.arrived = self.backwards.layouts(tangents)
+        self.arrived = layouts_of(tangents)
         self.store.transfers.all_reads_done()
         keys: list[int | str] = [*self.program.input_gradients, *self.program.parameter_gradients]
         found = zip(keys, results, strict=True)

@@ -20,13 +20,13 @@ from memplan.capture.trace.generators import python_generators_kept
 
 
 @contextlib.contextmanager
-def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any] | None = None) -> Iterator[WritesUndone]:
+def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any]) -> Iterator[WritesUndone]:
     """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
     Hooks of parameters do not run. Parameters that autocast has cast are cast anew in here and afterwards, because a
     step that shared casts with another would add gradients in another order.
 
-    run: what is called, where it is not the model's forward alone.
+    run: what is called.
     """
     writes = WritesUndone(model, call)
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
