@@ -70,7 +70,6 @@ class Watch:
         ]
 
     def end(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 

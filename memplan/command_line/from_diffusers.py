@@ -28,12 +28,10 @@ _SIZE = 64  # of a latent image, where the config has none
 
 
 def is_a_model_of_diffusers(name: str) -> bool:
-    """Whether diffusers has a model class of this name."""
     return class_in(library("diffusers"), name, _MODELS) is not None
 
 
 def names_of_diffusers() -> list[str]:
-    """The model classes that diffusers has."""
     return [name for name in dir(library("diffusers")) if name.endswith(("Model", "2D"))]  # None has none
 
 

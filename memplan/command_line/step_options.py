@@ -35,7 +35,6 @@ class AskedStep:
 
 
 def add_step_options(command: argparse.ArgumentParser) -> None:
-    """Options for the step and the device."""
     step = command.add_argument_group("the step")
     step.add_argument("model", help=_MODEL)
     step.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a field of the config")

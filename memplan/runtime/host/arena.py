@@ -83,7 +83,6 @@ class StepArena:
 
     @contextlib.contextmanager
     def backward(self, forward: InFlightStep) -> Iterator[None]:
-        """A context for the backward of a forward."""
         if not self._busy.acquire(blocking=False):
             with self._paused():
                 yield

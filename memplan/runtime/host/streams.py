@@ -134,7 +134,6 @@ Streams = CudaStreams | FakeStreams
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else FakeStreams()
 
 

@@ -143,7 +143,6 @@ class Transfers:
             self._kept.pop(id(kept.event), None)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New pinned host memory."""
         memory = self.streams.pinned(size_bytes)
         storage = memory.untyped_storage()
         self._host.add(storage._cdata)

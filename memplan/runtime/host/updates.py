@@ -74,7 +74,6 @@ class UpdatesInBackward:
         self._running: list[Future[None]] | None = None  # None: nobody waits for a thread
 
     def install(self) -> None:
-        """Put the hooks on."""
         if self._handles:
             return
         this = weakref.ref(self)  # hooks of a parameter are out of the garbage collector's sight
@@ -90,7 +89,6 @@ class UpdatesInBackward:
         self._handles.append(self._optimizer.register_step_pre_hook(self._stepped))
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._updated = [], set()

@@ -203,7 +203,6 @@ class Runner:
         return outputs, waiting
 
     def _in_arena(self, numbers: Numbers) -> contextlib.AbstractContextManager[None]:
-        """A context for a forward at these sizes."""
         if self._steering is None:
             return contextlib.nullcontext()
         steering = self._steering if self._sizes is None or numbers == self._sizes.here else None

@@ -204,7 +204,6 @@ class EagerStep:
     def of(
         model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str, checkpointed: tuple[str, ...] = ()
     ) -> EagerStep:
-        """The step for calls like this one."""
         forward = checkpointing(model, checkpointed, forward)
         return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
 
@@ -226,7 +225,6 @@ class EagerStep:
         """Does nothing: an eager forward sets all by itself."""
 
     def run(self, call: Call) -> Any:
-        """What the model's forward returns."""
         return self.forward(*call.variadic, **call.arguments)
 
 

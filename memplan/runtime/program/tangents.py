@@ -44,7 +44,6 @@ class PlannedTangent:
         return found
 
     def at(self, numbers: Numbers) -> GradientLayout:
-        """The layout at these numbers."""
         if self.sizes is None or self.values is None:
             return self.layout
         value = self.values.at(numbers)

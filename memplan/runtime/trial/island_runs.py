@@ -100,7 +100,6 @@ class IslandRuns(private.RealOps):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context for the run."""
         exchanged, known = calls_exchanged(self._model, self._callables, self._call), KnownGenerators(self._model)
         with private.functions_applied_by(self._apply), exchanged, self._memory, known, self:
             yield

@@ -73,7 +73,6 @@ class WritesUndone(private.RealOps):
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
-        """Watch memory of a model and a call."""
         super().__init__()
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
@@ -83,7 +82,6 @@ class WritesUndone(private.RealOps):
 
     @property
     def written(self) -> tuple[torch.Tensor, ...]:
-        """What forward has written to."""
         return tuple(self._memory.written)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

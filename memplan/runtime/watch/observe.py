@@ -70,7 +70,6 @@ class Observer:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A context for the backward pass of a step."""
         with self._half():
             yield
         if not self._steps:
