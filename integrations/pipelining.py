@@ -157,7 +157,7 @@ class StagePlans:
 
     def _loss(self, output: Any, target: Any, **keywords: Any) -> Any:
         for stage in self._stages.values():
-            if stage.waits_for_loss(output):
+            if stage.called is not None and output is stage.called[0]:
                 return stage.loss(target, keywords)
         assert self._loss_fn is not None
         return self._loss_fn(output, target, **keywords)
@@ -243,13 +243,14 @@ class _Stage:
 
     - whole: what is planned.
     - aside: the stage's own forward runs.
+    - called: on the last stage, the stand-in that forward returned last, and its arguments.
     """
 
     def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None, return_outputs: bool) -> None:
         self.stage, self.aside = stage, True
         self._own_attribute = "forward" in vars(stage.submod)
         self._original, self._loss_fn = stage.submod.forward, loss_fn
-        self._called: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = None
+        self.called: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = None
         self.whole = _Whole(stage.submod, self._original, loss_fn, return_outputs)
         stage.submod.forward = self._forward
 
@@ -268,18 +269,14 @@ class _Stage:
         if self._loss_fn is None:
             return self.whole(args, kwargs)
         stand_in = torch.empty(0, device=self.stage.device)
-        self._called = stand_in, args, kwargs
+        self.called = stand_in, args, kwargs
         return stand_in
-
-    def waits_for_loss(self, output: Any) -> bool:
-        """Whether this is the stand-in that forward returned last."""
-        return self._called is not None and output is self._called[0]
 
     def loss(self, target: Any, keywords: dict[str, Any]) -> Any:
         """Run the step of the last forward, and put its output where the schedule collects outputs."""
-        assert self._called is not None
-        stand_in, args, kwargs = self._called
-        self._called = None
+        assert self.called is not None
+        stand_in, args, kwargs = self.called
+        self.called = None
         loss, output = self.whole(args, kwargs, target, keywords)
         chunks = self.stage.output_chunks
         if chunks and chunks[-1] is stand_in:

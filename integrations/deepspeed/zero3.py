@@ -212,12 +212,9 @@ class ZeroShards:
     def _find_hooks(self) -> None:
         offload = self._offload
         self._known_hooks = offload.forward_hooks
-        for handle in (*offload.forward_hooks, offload.fwd_pre_hook):
-            if (hook := _hook_of(handle)) is not None:
-                self._gathering[id(hook)] = hook
-        for handle in offload.backward_hooks:
-            if (hook := _hook_of(handle)) is not None:
-                self._marking[id(hook)] = hook
+        gathering = map(_hook_of, (*offload.forward_hooks, offload.fwd_pre_hook))
+        self._gathering.update((id(hook), hook) for hook in gathering if hook is not None)
+        self._marking.update((id(hook), hook) for hook in map(_hook_of, offload.backward_hooks) if hook is not None)
 
     def let_hooks_rest(self) -> None:
         """Let DeepSpeed's hooks on the model itself, which run around planned forwards too, do nothing there."""

@@ -64,7 +64,10 @@ def demo_model() -> nn.Module:
 
 
 def demo_batches() -> list[Batch]:
-    data = torch.tensor(list(_text().encode()))
+    installed = importlib.metadata.distributions(name="memplan")
+    licences = (distribution.read_text("licenses/LICENSE") for distribution in installed)
+    text = next(filter(None, licences), Path(__file__).read_text())  # any other would do
+    data = torch.tensor(list(text.encode()))
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(STEPS):
@@ -72,13 +75,6 @@ def demo_batches() -> list[Batch]:
         ids = torch.stack([data[start : start + LENGTH] for start in starts.tolist()])
         batches.append({"input_ids": ids, "labels": ids.clone()})
     return batches
-
-
-def _text() -> str:
-    """The licence, as it is installed; any other text would do."""
-    installed = importlib.metadata.distributions(name="memplan")
-    licences = (distribution.read_text("licenses/LICENSE") for distribution in installed)
-    return next(filter(None, licences), Path(__file__).read_text())
 
 
 def _trained(model: nn.Module, batches: list[Batch]) -> tuple[int, float, list[float]]:

@@ -264,6 +264,10 @@ class Bench:
         return computed(behind, wanted, lambda source: self._tensor(source, False, storages))
 
     def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The real tensor of a node, or a made-up one. Tensors that share a storage in the trace share one here.
+
+        Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
+        """
         fake = node.meta["val"]
         root = node
         while root in self.traced.parents:
@@ -276,13 +280,6 @@ class Bench:
                 real = self.resident(source.kind, source.name, source.position)
             if real is not None and real.dtype == fake.dtype and real.device.type == fake.device.type:
                 return private.plain(real).as_strided(fake.shape, fake.stride(), fake.storage_offset())
-        return self._made_up(fake, storages)
-
-    def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-        """A tensor with the layout of `fake`. Tensors that share a storage in the trace share one here.
-
-        Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
-        """
         key = storage_key(fake)
         if key not in storages or storages[key].dtype != fake.dtype:
             device = self.traced.device if fake.device.type == self.traced.device.type else fake.device

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
-from memplan.fusion.compile_groups import GroupCompiler, NotCompiled
+from memplan.fusion.compile_groups import GroupCompiler
 from memplan.fusion.donations import donate
 from memplan.fusion.fused_step import fused_step
 from memplan.fusion.fusible import fusible_ops
@@ -44,8 +44,8 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
             extern |= alone
             continue
         kernels = compiler.kernels(units, dry)
-        if isinstance(kernels, NotCompiled):
-            failed = {op for op in kernels.ops if not private.keeps_to_seed(traced.kernels[op].target)}
+        if isinstance(kernels, frozenset):
+            failed = {op for op in kernels if not private.keeps_to_seed(traced.kernels[op].target)}
             if not failed:
                 raise ValueError("random='counter' needs groups that can't be compiled here; leave it out")
             extern |= failed

@@ -168,7 +168,9 @@ class Runner:
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
             program = self._checked
-        start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
+        if id(program) not in self._numbers_of:
+            self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
+        start, sizes = self._start(inputs, program), self._numbers_of[id(program)](numbers)
         may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         try:
@@ -208,12 +210,6 @@ class Runner:
         steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
         gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
         return self.store.arena.forward(steering, gradients)
-
-    def _evaluate(self, program: Program, numbers: Numbers) -> tuple[Any, ...]:
-        """The numbers that a program takes."""
-        if id(program) not in self._numbers_of:
-            self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
-        return self._numbers_of[id(program)](numbers)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises PlanMismatch where it was made for others.

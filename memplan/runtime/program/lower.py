@@ -326,17 +326,6 @@ class _Lowering(ProgramNodes):
             self.awaited.remove(value)
             self._wait(value)
 
-    def _leave(self) -> None:
-        """Hand what stays to the next step."""
-        copies = []
-        for value in self.staying:
-            self._arrive(value)
-            instance = self.live[value]
-            copies.append(self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
-        if copies:
-            began = tuple(self.carry(node) for node in self.staying.values())
-            self.side.call(leave, (self._the_slab(), began, tuple(copies)))
-
     def _wait(self, value: int) -> None:
         if value in self.started:
             self.side.call(complete, (self.side.store, *self.started.pop(value)))
@@ -393,7 +382,14 @@ class _Lowering(ProgramNodes):
             self.side.call(surface_grads, (self.sink, tuple(names), tuple(tensors)))
 
     def _finish(self) -> Program:
-        self._leave()
+        copies = []
+        for value in self.staying:  # which the next step gets
+            self._arrive(value)
+            instance = self.live[value]
+            copies.append(self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
+        if copies:
+            began = tuple(self.carry(node) for node in self.staying.values())
+            self.side.call(leave, (self._the_slab(), began, tuple(copies)))
         positions, results = [], []
         for gradient in self.traced.gradients:
             for name, node in gradient.nodes:
