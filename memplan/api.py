@@ -372,13 +372,11 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, .
         return (None,) * len(samples)
     if planned is None:
         raise ValueError("the model is not planned yet; call memplan.apply(model, sample, budget) first")
-    order = sorted(range(len(samples)), key=lambda i: _bytes(samples[i]), reverse=True)
+    tensors = [[t for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)] for sample in samples]
+    sizes_bytes = [sum(t.numel() * t.element_size() for t in of_one) for of_one in tensors]
+    order = sorted(range(len(samples)), key=sizes_bytes.__getitem__, reverse=True)
     plans = {index: planned.prepare(samples[index]) for index in order}
     return tuple(plans[index] for index in range(len(samples)))
-
-
-def _bytes(sample: Sample) -> int:
-    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))
 
 
 @contextlib.contextmanager

@@ -89,7 +89,14 @@ def largest_batch(
         adds_up = settings.get("accumulate", False) or (effective_batch or rows) > rows
         return _planned(model, make_sample, rows, limit_bytes, {**settings, "accumulate": adds_up}, tried)
 
-    size, speeds = _largest_batch(plan_at, limit_bytes, effective_batch), dict[int, float]()
+    most, floors = effective_batch or _MOST, dict[int, int]()
+    # A whole batch adds up no gradients, so it may fit where smaller ones do not.
+    whole = None if effective_batch is None else plan_at(effective_batch)
+    if isinstance(whole, BudgetInfeasible):
+        floors[most] = whole.floor_bytes
+    size = most if isinstance(whole, Plan) else _found(plan_at, limit_bytes, most, floors)[0]
+    size = size if effective_batch is None else _divisor(effective_batch, size)
+    speeds = dict[int, float]()
     while size:
         found = plan_at(size)
         if isinstance(found, BudgetInfeasible):  # gradients of earlier micro-batches, which a whole batch does not have
@@ -101,18 +108,6 @@ def largest_batch(
     best = min(size for size, speed in speeds.items() if speed >= (1 - _WORTH) * max(speeds.values()))
     accumulation = 1 if effective_batch is None else effective_batch // best
     return SizedChoice(best, accumulation, tried[best], tried, _tokens(model, make_sample(best), settings))
-
-
-def _largest_batch(plan_at: PlanAt, limit_bytes: int, effective_batch: int | None) -> int:
-    """The largest micro-batch that fits; it divides the effective batch. Raises BudgetInfeasible where none does."""
-    most, floors = effective_batch or _MOST, dict[int, int]()
-    if effective_batch is not None:
-        whole = plan_at(effective_batch)  # adds up no gradients, so it may fit where smaller ones do not
-        if isinstance(whole, Plan):
-            return effective_batch
-        floors[effective_batch] = whole.floor_bytes
-    size, _ = _found(plan_at, limit_bytes, most, floors)
-    return size if effective_batch is None else _divisor(effective_batch, size)
 
 
 def _found(plan_at: PlanAt, limit_bytes: int, most: int, floors: dict[int, int]) -> tuple[int, Plan]:

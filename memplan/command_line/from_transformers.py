@@ -8,17 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.command_line.described import (
-    Described,
-    Wanted,
-    class_in,
-    library,
-    on_paper,
-    title_of,
-    unmade,
-    with_changes,
-    without_batch,
-)
+from memplan.command_line import described
+from memplan.command_line.described import Described, Wanted
 from memplan.command_line.outcomes import Mistake
 
 # What a type is trained as, where nobody says so; the first that transformers has for it.
@@ -75,12 +66,12 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # without it labels can't become inputs of the decoder
     try:
-        with on_paper(wanted.dtype or "bfloat16"):
+        with described.on_paper(wanted.dtype or "bfloat16"):
             model = model_class(config).train()
     except Exception as error:
-        raise unmade(model_class.__name__, error) from error
+        raise described.unmade(model_class.__name__, error) from error
     sample, items, unit, batch = _sample(model, wanted)
-    title = title_of(model, wanted.dtype or "bfloat16", batch)
+    title = described.title_of(model, wanted.dtype or "bfloat16", batch)
     remarks = [_positions(model, sample)]
     if "quantization_config" in fields:
         remarks.append("weights are not quantised here, as the config says that they are")
@@ -88,14 +79,14 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
 
 
 def _transformers() -> Any:
-    found = library("transformers")
+    found = described.library("transformers")
     if found is not None:
         found.logging.set_verbosity_error()
     return found
 
 
 def _model_class(name: str) -> Any:
-    found = class_in(_transformers(), name, "PreTrainedModel")
+    found = described.class_in(_transformers(), name, "PreTrainedModel")
     return found if getattr(found, "config_class", None) is not None else None
 
 
@@ -104,14 +95,14 @@ def _config(config_class: Any, fields: dict[str, Any], wanted: Wanted) -> Any:
     plain = _made(config_class, dict(fields))
     changes = {plain.attribute_map.get(name, name): value for name, value in wanted.changes.items()}
     known = {**plain.to_dict(), **dict.fromkeys(fields)}
-    return _made(config_class, with_changes(fields, known, changes))
+    return _made(config_class, described.with_changes(fields, known, changes))
 
 
 def _made(config_class: Any, fields: dict[str, Any]) -> Any:
     try:
         return config_class.from_dict(fields)
     except Exception as error:
-        raise unmade(config_class.__name__, error) from error
+        raise described.unmade(config_class.__name__, error) from error
 
 
 def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, str, str]:
@@ -133,7 +124,7 @@ def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, s
         frames = 2 * getattr(config, "max_source_positions", _LENGTH)
         sample = {"input_features": torch.zeros(batch, config.num_mel_bins, frames)}
     elif model.main_input_name != "input_ids":
-        raise without_batch(model, model.main_input_name)
+        raise described.without_batch(model, model.main_input_name)
     dtype = next(model.parameters()).dtype
     sample = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
     return sample | _labels(takes, type(model).__name__, ids), items, unit, words

@@ -59,18 +59,15 @@ def device_settings(
     """
     import torch
 
+    link = None if given.link is None else Link(given.link, given.link)
     if card is None:
-        settings: dict[str, Any] = {"budget": budget, "costs": "estimate", "device": "cpu"}
-        if given.link is not None:
-            settings["link"] = Link(given.link, given.link)
+        settings = {"budget": budget, "costs": "estimate", "device": "cpu", "link": link}
         return "this machine; seconds are rough estimates for a laptop's CPU (--gpu names a card)", settings
-    roofline, link = card.roofline(single=dtype == torch.float32), card.link
+    roofline, link = card.roofline(single=dtype == torch.float32), link or card.link
     if given.flops is not None:
         roofline = dataclasses.replace(roofline, flops_per_s=given.flops)
     if given.bandwidth is not None:
         roofline = dataclasses.replace(roofline, bytes_per_s=given.bandwidth)
-    if given.link is not None:
-        link = Link(given.link, given.link)
     memory_bytes, asked = card.memory_bytes, given.gpu_memory
     if asked is not None:
         try:

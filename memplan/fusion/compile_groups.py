@@ -43,12 +43,6 @@ class GroupCompiler:
     def __len__(self) -> int:
         return len(self._kernels)
 
-    def check(self, device: torch.device) -> None:
-        """Raise ValueError where nothing can be compiled for a device."""
-        missing = private.missing_compiler(device)
-        if missing:
-            raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
-
     def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None] | frozenset[int]:
         """The kernel of each unit that is a group. Sets their `over` to what is really written over what.
 

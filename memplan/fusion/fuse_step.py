@@ -30,8 +30,9 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
     Raises ValueError where there is no compiler, and where what makes random numbers of seeds can't be compiled.
     """
     compiler = _process_compiler if compiler is None else compiler
-    if not dry:
-        compiler.check(traced.device)
+    missing = "" if dry else private.missing_compiler(traced.device)
+    if missing:
+        raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
     while True:
         step = StepGraph(traced, extern)
