@@ -163,10 +163,7 @@ def longest_sequence(
     """
     limit_bytes = _bytes_of(budget, model, settings)
     tried: dict[int, Plan] = {}
-
-    def plan_at(length: int) -> Plan | BudgetInfeasible:
-        return _planned(model, make_sample, length, limit_bytes, settings, tried)
-
+    plan_at = functools.partial(_planned, model, make_sample, limit_bytes=limit_bytes, settings=settings, tried=tried)
     size, best = _found(plan_at, limit_bytes, most, {})
     return SizedChoice(size, 1, best, tried, _tokens(model, make_sample(size), settings))
 

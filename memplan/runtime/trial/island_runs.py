@@ -188,8 +188,7 @@ class IslandRuns(private.RealOps):
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, python_before = held_rng(self._device), python_generators()
         autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
-        of_buffers = () if instance is None else map(id, instance.buffers())
-        buffers = frozenset(of_buffers)
+        buffers = frozenset(() if instance is None else map(id, instance.buffers()))
         island = Island(
             name=f"{name} {len(self._calls)}",
             called=called,

@@ -49,24 +49,19 @@ class Observer:
     def forward(self, inputs: object) -> Iterator[None]:
         """A context for the forward pass of a step. inputs: what that reads."""
         self._time_s = 0.0
-        if not self._steps:
-            self._start(inputs)
-        with self._half():
-            yield
-
-    def _start(self, inputs: object) -> None:
         if self._begun:  # further forwards before the first backward: they grow, and so do their inputs
             if self._meter is not None:
                 self._meter.register(inputs)
-            return
-        self._begun = True
-        held = self._held()
-        if self._meter is not None:
-            self._meter.register([inputs, held])
-            self._before_bytes = self._meter.live_bytes
-        elif self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before_bytes = private.requested_bytes(self._device)[0]
+        else:
+            self._begun, held = True, self._held()
+            if self._meter is not None:
+                self._meter.register([inputs, held])
+                self._before_bytes = self._meter.live_bytes
+            elif self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._before_bytes = private.requested_bytes(self._device)[0]
+        with self._half():
+            yield
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
