@@ -81,13 +81,11 @@ class MemplanConfig:
 
         Raises ValueError where the section names a rank that is not there, or another number of stages.
         """
-        found: RankBudget | None = self._closest("", rank, ranks, stage, stages)
-        return found
+        return self._closest("", rank, ranks, stage, stages)  # type: ignore[no-any-return]
 
     def host_budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> HostBudget | None:
         """The host budget of a global rank in a pipeline stage; None where nothing is offloaded."""
-        found: HostBudget | None = self._closest("host_", rank, ranks, stage, stages)
-        return found
+        return self._closest("host_", rank, ranks, stage, stages)  # type: ignore[no-any-return]
 
     def _closest(self, kind: str, rank: int, ranks: int, stage: int, stages: int) -> Any:
         """The budget that says most of a rank. kind: begins the names of the keys."""

@@ -143,9 +143,8 @@ class ModulesHeard:
             self._handles.append(module.register_forward_hook(functools.partial(self._note, plain_name(name))))
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                self._handles.append(
-                    parameter.register_post_accumulate_grad_hook(functools.partial(self._arrive, plain_name(name)))
-                )
+                arrive = functools.partial(self._arrive, plain_name(name))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(arrive))
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
