@@ -65,7 +65,14 @@ class MemplanCallback(Callback):
         return self._plan if self._model is None else memplan.plan_of(self._model)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _refuse_sharding(trainer)
+        kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
+        sharding = [name for name in _SHARDING if name in kinds]
+        if sharding:
+            raise ValueError(
+                f"MemplanCallback got a Trainer with {sharding[0]}, which shards the model that would be planned. Use "
+                'strategy="ddp" or one device, or plan in a loop of your own with fully_shard and '
+                "memplan.apply, or memplan.integrations.deepspeed"
+            )
         self._finish()
         looks = isinstance(trainer.model, DistributedDataParallel) and trainer.model.find_unused_parameters
         keywords = {
@@ -74,7 +81,12 @@ class MemplanCallback(Callback):
             **self._keywords,
         }
         if _counts_optimizer(trainer, self._count_optimizer):
-            keywords["optimizer"] = _only_optimizer(trainer)
+            if len(trainer.optimizers) != 1:
+                raise ValueError(
+                    f"MemplanCallback got count_optimizer=True and a module with {len(trainer.optimizers)} optimizers, "
+                    "and counts one. Leave count_optimizer out, and lower the budget by what their states take"
+                )
+            (keywords["optimizer"],) = trainer.optimizers
         model = pl_module if self._part is None else pl_module.get_submodule(self._part)
         self._model = memplan.apply(model, None, self._budget, **keywords)
 
@@ -92,18 +104,6 @@ class MemplanCallback(Callback):
             self._model = None
 
 
-def _refuse_sharding(trainer: Trainer) -> None:
-    """Raise ValueError where the strategy shards the model that would be planned."""
-    kinds = [kind.__name__ for kind in type(trainer.strategy).__mro__]
-    sharding = [name for name in _SHARDING if name in kinds]
-    if sharding:
-        raise ValueError(
-            f"MemplanCallback got a Trainer with {sharding[0]}, which shards the model that would be planned. Use "
-            'strategy="ddp" or one device, or plan in a loop of your own with fully_shard and '
-            "memplan.apply, or memplan.integrations.deepspeed"
-        )
-
-
 def _counts_optimizer(trainer: Trainer, asked: bool | None) -> bool:
     """Whether plans count the optimizer. asked: None is yes if there is one and its step can be foreseen."""
     if asked is not None:
@@ -114,13 +114,3 @@ def _counts_optimizer(trainer: Trainer, asked: bool | None) -> bool:
         names = ", ".join(kind.__name__ for kind in kinds) or "no optimizer"
         log.warning("optimizer state is not in the budget: the module has %s. Leave room for what it takes", names)
     return known
-
-
-def _only_optimizer(trainer: Trainer) -> Any:
-    """The one optimizer of the module. Raises ValueError where there are several."""
-    if len(trainer.optimizers) != 1:
-        raise ValueError(
-            f"MemplanCallback got count_optimizer=True and a module with {len(trainer.optimizers)} optimizers, and "
-            "counts one. Leave count_optimizer out, and lower the budget by what their states take"
-        )
-    return trainer.optimizers[0]

@@ -157,7 +157,7 @@ class StagePlans:
 
     def _loss(self, output: Any, target: Any, **keywords: Any) -> Any:
         for stage in self._stages.values():
-            if stage.waits_for_loss(output):
+            if stage.called is not None and output is stage.called[0]:
                 return stage.loss(target, keywords)
         assert self._loss_fn is not None
         return self._loss_fn(output, target, **keywords)
@@ -172,7 +172,12 @@ class StagePlans:
                 budget = self._budget[i] if isinstance(self._budget, Mapping) else self._budget
                 memplan.apply(stage.whole, samples[i], budget, **options[i])
             return
-        budget_bytes = _bytes(self._budget)
+        if not isinstance(self._budget, (str, int)) or isinstance(self._budget, bool):
+            raise ValueError(
+                "several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
+                f"{self._budget!r}. A dict gives each stage a budget of its own"
+            )
+        budget_bytes = memplan.parse_bytes(self._budget) if isinstance(self._budget, str) else self._budget
         known = ("loss_fn", "on_mismatch", "on_oom")  # what exploring does not take
         curves = {
             i: memplan.explore(
@@ -238,13 +243,14 @@ class _Stage:
 
     - whole: what is planned.
     - aside: the stage's own forward runs.
+    - called: on the last stage, the stand-in that forward returned last, and its arguments.
     """
 
     def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None, return_outputs: bool) -> None:
         self.stage, self.aside = stage, True
         self._own_attribute = "forward" in vars(stage.submod)
         self._original, self._loss_fn = stage.submod.forward, loss_fn
-        self._called: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = None
+        self.called: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = None
         self.whole = _Whole(stage.submod, self._original, loss_fn, return_outputs)
         stage.submod.forward = self._forward
 
@@ -263,18 +269,14 @@ class _Stage:
         if self._loss_fn is None:
             return self.whole(args, kwargs)
         stand_in = torch.empty(0, device=self.stage.device)
-        self._called = stand_in, args, kwargs
+        self.called = stand_in, args, kwargs
         return stand_in
-
-    def waits_for_loss(self, output: Any) -> bool:
-        """Whether this is the stand-in that forward returned last."""
-        return self._called is not None and output is self._called[0]
 
     def loss(self, target: Any, keywords: dict[str, Any]) -> Any:
         """Run the step of the last forward, and put its output where the schedule collects outputs."""
-        assert self._called is not None
-        stand_in, args, kwargs = self._called
-        self._called = None
+        assert self.called is not None
+        stand_in, args, kwargs = self.called
+        self.called = None
         loss, output = self.whole(args, kwargs, target, keywords)
         chunks = self.stage.output_chunks
         if chunks and chunks[-1] is stand_in:
@@ -305,10 +307,28 @@ class _Stage:
 
 
 def _moments(schedule: PipelineSchedule) -> list[ActionMoment]:
-    """All that this rank computes, in order. Raises ValueError for a schedule whose backward comes in parts."""
+    """All that this rank computes, in order. Kinds of actions are PyTorch's: F, B, I, W and others.
+
+    Raises ValueError for a schedule without an order, or whose backward comes in parts.
+    """
+    order = schedule.pipeline_order
+    rank = schedule._stage.stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
+    if not order or rank not in order:
+        raise ValueError(
+            f"{type(schedule).__name__} has no pipeline_order, from which the microbatches in flight are counted. Use "
+            "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+        )
+
+    def flat(actions: Iterable[Any]) -> Iterator[tuple[str, int]]:
+        for action in actions:
+            if action is not None and action.sub_actions is not None:
+                yield from flat(action.sub_actions)
+            elif action is not None:
+                yield action.computation_type.value, action.stage_index
+
     waiting = {stage.stage_index: 0 for stage in _stages(schedule)}
     found = []
-    for kind, stage in _actions(schedule):
+    for kind, stage in flat(order[rank]):
         if kind in ("I", "W"):
             raise ValueError(
                 f"{type(schedule).__name__} splits backward into a part for inputs and one for weights (zero bubble), "
@@ -364,15 +384,6 @@ def _fastest(
     )
 
 
-def _bytes(budget: StageBudget | Mapping[int, StageBudget]) -> int:
-    if isinstance(budget, (str, int)) and not isinstance(budget, bool):
-        return memplan.parse_bytes(budget) if isinstance(budget, str) else budget
-    raise ValueError(
-        f"several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
-        f"{budget!r}. A dict gives each stage a budget of its own"
-    )
-
-
 def _host_budgets(
     host_budget: StageHostBudget | Mapping[int, StageHostBudget] | None, stages: Collection[int]
 ) -> dict[int, int]:
@@ -395,26 +406,6 @@ def _host_bytes(given: StageHostBudget) -> int:
 
 def _stages(schedule: PipelineSchedule) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else list(schedule._stages)
-
-
-def _actions(schedule: PipelineSchedule) -> Iterator[tuple[str, int]]:
-    """(kind, stage index) of everything that this rank does, in order. Kinds are PyTorch's: F, B, I, W and others."""
-    order = schedule.pipeline_order
-    rank = schedule._stage.stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
-    if not order or rank not in order:
-        raise ValueError(
-            f"{type(schedule).__name__} has no pipeline_order, from which the microbatches in flight are counted. Use "
-            "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
-        )
-
-    def flat(actions: Iterable[Any]) -> Iterator[tuple[str, int]]:
-        for action in actions:
-            if action is not None and action.sub_actions is not None:
-                yield from flat(action.sub_actions)
-            elif action is not None:
-                yield action.computation_type.value, action.stage_index
-
-    return flat(order[rank])
 
 
 def _refuse(schedule: PipelineSchedule) -> None:

@@ -35,7 +35,7 @@ from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
 from memplan.runtime.program.program import Grads
-from memplan.runtime.program.step import ServingStep
+from memplan.runtime.program.step import ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
@@ -163,7 +163,7 @@ def apply(
     if is_disabled():
         needs = [name for name, given in (("init", init), ("shards", shards)) if given is not None]
         return leave_unplanned(model, loss_fn, needs[0] if needs else None)
-    _refuse_other_kinds(model, plan, group)
+    refuse_no_module(model)
     one_of("on_mismatch", on_mismatch, ("replan", "raise"))
     one_of("on_oom", on_oom, ("raise", "replan"))
     shards = shards or _sharded(model)
@@ -172,7 +172,7 @@ def apply(
     _refuse_combinations(sample, budget, plan, group, shards, on_oom)
     automatic = plan is None and (budget or budget_of_environment() or AUTOMATIC) == AUTOMATIC
     if plan is None:
-        budget = _named(budget, model, device)
+        budget = named_budget(budget, model, device)
     settings = Settings(
         budget=budget, loss_fn=loss_fn, optimizer=optimizer, device=device, costs=costs, accumulate=accumulate,
         grads=grads, config=config, host_budget=host_budget, link=link, update=update, in_flight=in_flight,
@@ -242,9 +242,15 @@ def _first_step(
         if plan is not None:
             return or_raise(planner.adopt(sample, plan))
         try:
-            return or_raise(planner.step(sample, share=share))
+            return step_or_raise(planner.step(sample, share=share))
         except BudgetInfeasible as error:
-            raise _with_floor_of_fewer_outputs(error, less_bytes) from None
+            if less_bytes is None or less_bytes >= error.floor_bytes:
+                raise
+            raise error.saying(
+                "\nThe present plan, for the outputs from which backward started, could do with "
+                f"{format_bytes(less_bytes)} ({less_bytes} bytes). apply() plans for every output that requires grad; "
+                "loss_fn= says which count"
+            ) from None
 
 
 def _refuse_combinations(
@@ -255,7 +261,11 @@ def _refuse_combinations(
     shards: Shards | None,
     on_oom: OnOutOfMemory,
 ) -> None:
-    """Raise TypeError or ValueError for arguments that do not go together."""
+    """Raise TypeError or ValueError for arguments of the wrong kind, or that do not go together."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan is a memplan.Plan, as memplan.Plan.load reads from a file, got {type(plan).__name__}")
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"group is a process group, such as torch.distributed.group.WORLD, got {group!r}")
     if plan is not None and budget is not None:
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
@@ -275,34 +285,12 @@ def _sharded(model: nn.Module) -> ShardedModel | None:
     return known if isinstance(known, ShardedModel) else ShardedModel.of(model)
 
 
-def _refuse_other_kinds(
-    model: nn.Module, plan: Plan | None = None, group: torch.distributed.ProcessGroup | None = None
-) -> None:
-    """Raise TypeError where arguments are not of the kind that they should be."""
-    refuse_no_module(model)
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"plan is a memplan.Plan, as memplan.Plan.load reads from a file, got {type(plan).__name__}")
-    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
-        raise TypeError(f"group is a process group, such as torch.distributed.group.WORLD, got {group!r}")
-
-
-def _named(budget: BudgetLike | None, model: nn.Module, device: torch.device | str | None) -> BudgetLike:
+def named_budget(budget: BudgetLike | None, model: nn.Module, device: torch.device | str | None) -> BudgetLike:
     """The budget; where none is named that of the environment, and where that is to be found out, the device's room."""
     budget = budget_of_environment() if budget is None else budget
     if budget is not None and budget != AUTOMATIC:
         return budget
     return automatic_bytes(model_device(model) if device is None else torch.device(device))
-
-
-def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None) -> BudgetInfeasible:
-    """The refusal, with the smaller budget that would do where backward starts from fewer outputs."""
-    if less_bytes is None or less_bytes >= error.floor_bytes:
-        return error
-    return error.saying(
-        "\nThe present plan, for the outputs from which backward started, could do with "
-        f"{format_bytes(less_bytes)} ({less_bytes} bytes). apply() plans for every output that requires grad; loss_fn= "
-        "says which count"
-    )
 
 
 def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **settings: Any) -> Plan:
@@ -319,8 +307,8 @@ def plan_or_refusal(
     model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **settings: Any
 ) -> Plan | Refused:
     """What `plan` returns or raises, as a result."""
-    _refuse_other_kinds(model)
-    budget = _named(budget, model, settings.get("device"))
+    refuse_no_module(model)
+    budget = named_budget(budget, model, settings.get("device"))
     with _to_look_at(model, _settings("plan", model, budget, settings, but=("dynamic",))) as planner:
         return planner.plan(sample)
 
@@ -331,7 +319,7 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
     keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
-    _refuse_other_kinds(model)
+    refuse_no_module(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
     with _to_look_at(model, _settings("explore", model, None, settings, without)) as planner:
         return or_raise(planner.explore(sample))
@@ -376,7 +364,7 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, .
     Raises BudgetInfeasible where one can't fit the budget, now instead of in the middle of training. Raises ValueError
     where the model has no plan yet. In a group, what goes wrong on one rank is raised on all.
     """
-    _refuse_other_kinds(model)
+    refuse_no_module(model)
     if isinstance(samples, (torch.Tensor, Mapping)):
         raise TypeError(f"samples is a list of samples, got {type(samples).__name__}: write [sample] for one")
     planned = planned_forward(model)
@@ -384,13 +372,11 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, .
         return (None,) * len(samples)
     if planned is None:
         raise ValueError("the model is not planned yet; call memplan.apply(model, sample, budget) first")
-    order = sorted(range(len(samples)), key=lambda i: _bytes(samples[i]), reverse=True)
+    tensors = [[t for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)] for sample in samples]
+    sizes_bytes = [sum(t.numel() * t.element_size() for t in of_one) for of_one in tensors]
+    order = sorted(range(len(samples)), key=sizes_bytes.__getitem__, reverse=True)
     plans = {index: planned.prepare(samples[index]) for index in order}
     return tuple(plans[index] for index in range(len(samples)))
-
-
-def _bytes(sample: Sample) -> int:
-    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))
 
 
 @contextlib.contextmanager

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.api import plan_or_refusal
-from memplan.capture.capturable import model_device
+from memplan.api import named_budget, plan_or_refusal
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.errors import BudgetInfeasible, UnsupportedModel
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.remedies import PlanAt, largest_that_fits
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import parsed
@@ -91,7 +89,14 @@ def largest_batch(
         adds_up = settings.get("accumulate", False) or (effective_batch or rows) > rows
         return _planned(model, make_sample, rows, limit_bytes, {**settings, "accumulate": adds_up}, tried)
 
-    size, speeds = _largest_batch(plan_at, limit_bytes, effective_batch), dict[int, float]()
+    most, floors = effective_batch or _MOST, dict[int, int]()
+    # A whole batch adds up no gradients, so it may fit where smaller ones do not.
+    whole = None if effective_batch is None else plan_at(effective_batch)
+    if isinstance(whole, BudgetInfeasible):
+        floors[most] = whole.floor_bytes
+    size = most if isinstance(whole, Plan) else _found(plan_at, limit_bytes, most, floors)[0]
+    size = size if effective_batch is None else _divisor(effective_batch, size)
+    speeds = dict[int, float]()
     while size:
         found = plan_at(size)
         if isinstance(found, BudgetInfeasible):  # gradients of earlier micro-batches, which a whole batch does not have
@@ -103,18 +108,6 @@ def largest_batch(
     best = min(size for size, speed in speeds.items() if speed >= (1 - _WORTH) * max(speeds.values()))
     accumulation = 1 if effective_batch is None else effective_batch // best
     return SizedChoice(best, accumulation, tried[best], tried, _tokens(model, make_sample(best), settings))
-
-
-def _largest_batch(plan_at: PlanAt, limit_bytes: int, effective_batch: int | None) -> int:
-    """The largest micro-batch that fits; it divides the effective batch. Raises BudgetInfeasible where none does."""
-    most, floors = effective_batch or _MOST, dict[int, int]()
-    if effective_batch is not None:
-        whole = plan_at(effective_batch)  # adds up no gradients, so it may fit where smaller ones do not
-        if isinstance(whole, Plan):
-            return effective_batch
-        floors[effective_batch] = whole.floor_bytes
-    size, _ = _found(plan_at, limit_bytes, most, floors)
-    return size if effective_batch is None else _divisor(effective_batch, size)
 
 
 def _found(plan_at: PlanAt, limit_bytes: int, most: int, floors: dict[int, int]) -> tuple[int, Plan]:
@@ -138,8 +131,16 @@ def _planned(
     """The plan at a size, which is noted in `tried`, or the refusal."""
     if size in tried:
         return tried[size]
-    options = {"on_infeasible": "raise", **settings}
-    found = plan_or_refusal(model, _sample(make_sample, size), limit_bytes, **options)
+    if not callable(make_sample):
+        raise TypeError(f"make_sample is a function from a size to a sample, got {type(make_sample).__name__}")
+    sample = make_sample(size)
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
+    if not any(size in shape for shape in shapes):
+        raise ValueError(
+            f"make_sample({size}) has no tensor with a size of {size}, but shapes {shapes}. Make samples of any size, "
+            "for example with torch.zeros"
+        )
+    found = plan_or_refusal(model, sample, limit_bytes, **{"on_infeasible": "raise", **settings})
     if isinstance(found, UnsupportedModel):
         raise found
     if isinstance(found, Plan):
@@ -162,38 +163,18 @@ def longest_sequence(
     """
     limit_bytes = _bytes_of(budget, model, settings)
     tried: dict[int, Plan] = {}
-
-    def plan_at(length: int) -> Plan | BudgetInfeasible:
-        return _planned(model, make_sample, length, limit_bytes, settings, tried)
-
+    plan_at = functools.partial(_planned, model, make_sample, limit_bytes=limit_bytes, settings=settings, tried=tried)
     size, best = _found(plan_at, limit_bytes, most, {})
     return SizedChoice(size, 1, best, tried, _tokens(model, make_sample(size), settings))
 
 
 def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, Any]) -> int:
     """The budget in bytes. Raises ValueError for one that is not."""
-    budget = budget_of_environment() if budget is None else budget
-    if budget is None or budget == AUTOMATIC:
-        device = settings.get("device")
-        return automatic_bytes(model_device(model) if device is None else torch.device(device))
-    found = parsed(budget)
+    named = named_budget(budget, model, settings.get("device"))
+    found = parsed(named)  # type: ignore[arg-type]  # no Budget
     if not isinstance(found, int):
-        raise ValueError(f"give the budget in bytes, for example '16GiB': {budget!r} is another one for each size")
+        raise ValueError(f"give the budget in bytes, for example '16GiB': {named!r} is another one for each size")
     return found
-
-
-def _sample(make_sample: MakeSample, size: int) -> Sample:
-    """A sample of a size. Raises ValueError where no tensor of it has that size."""
-    if not callable(make_sample):
-        raise TypeError(f"make_sample is a function from a size to a sample, got {type(make_sample).__name__}")
-    sample = make_sample(size)
-    shapes = [tuple(t.shape) for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
-    if not any(size in shape for shape in shapes):
-        raise ValueError(
-            f"make_sample({size}) has no tensor with a size of {size}, but shapes {shapes}. Make samples of any size, "
-            "for example with torch.zeros"
-        )
-    return sample
 
 
 def _tokens(model: nn.Module, sample: Sample, settings: dict[str, Any]) -> int | None:

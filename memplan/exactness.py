@@ -21,14 +21,7 @@ from memplan.capture.trace.call import Sample
 from memplan.errors import NothingToTrain
 from memplan.installed.planned_forward import plans_set_aside
 from memplan.planning.settings import LossFunction, Settings
-from memplan.runtime.trial.recorded_step import (
-    ModulesHeard,
-    Parts,
-    ResultKey,
-    StepRecord,
-    StepStart,
-    named_tensors,
-)
+from memplan.runtime.trial.recorded_step import ModulesHeard, Parts, ResultKey, StepRecord, StepStart, named_tensors
 
 Kind = Literal["error", "output", "second run", "gradient", "input", "buffer", "parameter", "generator"]
 
@@ -140,14 +133,34 @@ def audit(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    steps = _BothSteps(model, sample, Settings(loss_fn=loss_fn).loss_fn, reference)  # Settings refuses other functions
-    right = steps.reference()
+    loss_fn = Settings(loss_fn=loss_fn).loss_fn  # which refuses other functions
+    start, off = StepStart(model, sample), private.SwitchedOff()
+    twin: nn.Module | None = None
+    as_it_is = without = _called(model, loss_fn)
+    if isinstance(reference, nn.Module):
+        _refuse_other_parameters(model, reference)
+        twin, without = reference, _called(reference, loss_fn)
+    elif reference is not None:
+        without = _called(model, reference)
+
+    def run_reference(heard: ModulesHeard | None = None) -> StepRecord:
+        nonlocal off
+        with plans_set_aside(model) as plans, private.everything_saved() as off:
+            off.counts["plan of memplan"] = plans
+            return start.record(without, heard, twin)
+
+    right = run_reference()
     if not right.differentiable and not any(kind == "gradient" for kind, _ in right.values):
         raise NothingToTrain("no parameter or input got a gradient from the step; there is nothing to audit")
-    expected, seen = ModulesHeard(steps.twin or model), ModulesHeard(model)
-    noise = steps.noise(right, expected)
+    expected, seen = ModulesHeard(twin or model), ModulesHeard(model)
+    noise = dict[ResultKey, float]()  # the largest differences of other runs of the reference from its first run
+    for listener in (expected, *([None] * _MORE)):
+        apart = _differences(right, run_reference(listener))
+        noise |= {key: max(one.largest, noise.get(key, 0.0)) for key, one in apart.items()}
+        if not noise:
+            break
     try:
-        record = steps.as_it_is()
+        record = start.record(as_it_is)
     except Exception as error:
         every = [Finding("error", type(error).__name__, note=str(error).partition("\n")[0][:200])]
     else:
@@ -156,55 +169,17 @@ def audit(
     faults = [one for one in every if not _is_noise(one)]
     if any(one.kind != "error" for one in faults):
         with set_checkpoint_early_stop(False), contextlib.suppress(Exception):
-            steps.as_it_is(seen)
+            start.record(as_it_is, seen)
         faults = _located(faults, expected, seen)
-    unknown = steps.off.unknown | {f"{name} runs again in backward" for name, _ in expected.again}
+    unknown = off.unknown | {f"{name} runs again in backward" for name, _ in expected.again}
     kinds = [kind for kind, _ in right.values]
     return Audit(
         tuple(faults),
         tuple(one for one in every if _is_noise(one)),
-        tuple(_counted(count, kind) for kind, count in sorted(steps.off.counts.items()) if count),
+        tuple(_counted(count, kind) for kind, count in sorted(off.counts.items()) if count),
         tuple(sorted(unknown)),
         {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
     )
-
-
-class _BothSteps:
-    """The step as it is and its reference, which begin with equal states.
-
-    - twin: the module that runs in the reference; None if that is the model.
-    - off: what the latest reference ran without.
-    """
-
-    def __init__(
-        self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None, reference: nn.Module | LossFunction | None
-    ) -> None:
-        self._model, self._start = model, StepStart(model, sample)
-        self.twin, self.off = None, private.SwitchedOff()
-        self._run = self._right = _called(model, loss_fn)
-        if isinstance(reference, nn.Module):
-            _refuse_other_parameters(model, reference)
-            self.twin, self._right = reference, _called(reference, loss_fn)
-        elif reference is not None:
-            self._right = _called(model, reference)
-
-    def as_it_is(self, heard: ModulesHeard | None = None) -> StepRecord:
-        return self._start.record(self._run, heard)
-
-    def reference(self, heard: ModulesHeard | None = None) -> StepRecord:
-        with plans_set_aside(self._model) as plans, private.everything_saved() as self.off:
-            self.off.counts["plan of memplan"] = plans
-            return self._start.record(self._right, heard, self.twin)
-
-    def noise(self, right: StepRecord, heard: ModulesHeard) -> dict[ResultKey, float]:
-        """The largest differences of other runs of the reference from its first run. heard: listens to one of them."""
-        noise = dict[ResultKey, float]()
-        for listener in (heard, *([None] * _MORE)):
-            found = _differences(right, self.reference(listener))
-            noise |= {key: max(one.largest, noise.get(key, 0.0)) for key, one in found.items()}
-            if not noise:
-                break
-        return noise
 
 
 def _called(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., Any]:
@@ -219,8 +194,8 @@ def _counted(count: int, noun: str) -> str:
 def _refuse_other_parameters(model: nn.Module, twin: nn.Module) -> None:
     buffers = {name for name, _ in (*model.named_buffers(), *twin.named_buffers())}
     own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, twin))
-    if own != theirs:
-        strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
+    strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
+    if strange:
         raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
 
 

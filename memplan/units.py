@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import re
 
-_FACTORS: dict[str, int] = {
+_FACTORS: dict[str, int] = {  # by unit, in lower case
     "": 1,
-    "B": 1,
-    **{f"{prefix}{b}": 1000**power for power, prefix in enumerate("kMGT", start=1) for b in ("B", "")},
-    **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
+    "b": 1,
+    **{f"{prefix}{b}": 1000**power for power, prefix in enumerate("kmgt", start=1) for b in ("b", "")},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)},
 }
-_CASELESS = {unit.lower(): factor for unit, factor in _FACTORS.items()}
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -23,9 +22,9 @@ def parse_bytes(text: str) -> int:
     if not isinstance(text, str):
         raise TypeError(f"a number of bytes as text, such as '8GiB', is needed, got {text!r}")
     match = _PATTERN.fullmatch(text)
-    if match is None or match.group(2).lower() not in _CASELESS:
+    if match is None or match.group(2).lower() not in _FACTORS:
         raise ValueError(f"can't read {text!r} as a number of bytes; write for example '8GiB', '8GB', '512MiB' or 4096")
-    size = math.floor(float(match.group(1)) * _CASELESS[match.group(2).lower()])
+    size = math.floor(float(match.group(1)) * _FACTORS[match.group(2).lower()])
     if size <= 0:
         raise ValueError(f"a budget must be more than 0 bytes, got {text!r}")
     return size

@@ -20,13 +20,7 @@ from .section import MemplanConfig as MemplanConfig
 if TYPE_CHECKING:
     from .trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
 
-__all__ = [
-    "DeviceMemory",
-    "MemplanConfig",
-    "MemplanDeepSpeedCallback",
-    "attach",
-    "initialize",
-]
+__all__ = ["DeviceMemory", "MemplanConfig", "MemplanDeepSpeedCallback", "attach", "initialize"]
 
 
 def __getattr__(name: str) -> Any:

@@ -79,7 +79,7 @@ def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: RankBudget, **apply
         return
     replicas = engine.data_parallel_group
     group = replicas if torch.distributed.get_world_size(replicas) > 1 else None
-    keywords = {**needs_of(engine).apply_keywords(), **apply_keywords, "group": group}
+    keywords = {**needs_of(engine)._asdict(), **apply_keywords, "group": group}
     with autocast_if_enabled(engine):  # as around the engine's forward
         if isinstance(engine, PipelineEngine):
             apply_to_stage(engine, sample, budget, **keywords)

@@ -7,7 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -44,9 +44,8 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
     return CudaMemory(device) if device.type == "cuda" else None
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What plans for an engine's module have to leave room for.
+class Needs(NamedTuple):
+    """What plans for an engine's module have to leave room for, as arguments of `memplan.apply`.
 
     - accumulate: gradients of earlier micro-batches are in `.grad` while a step runs.
     - optimizer: the torch optimizer whose state and `step()` are to be counted; None where DeepSpeed keeps it
@@ -58,15 +57,12 @@ class Needs:
     optimizer: torch.optim.Optimizer | None
     surroundings: memplan.Surroundings
 
-    def apply_keywords(self) -> dict[str, Any]:
-        """The needs as arguments of `memplan.apply`."""
-        return {"accumulate": self.accumulate, "optimizer": self.optimizer, "surroundings": self.surroundings}
-
 
 def needs_of(engine: DeepSpeedEngine) -> Needs:
     """What an engine without sharded parameters (ZeRO 0, 1 or 2) holds around a step of its module."""
     basic, wrapped = engine.basic_optimizer, engine.optimizer
-    counted = basic if _steps_foreseeably(basic, engine.device) else None
+    here = _is_of_pytorch(basic) and all(p.device.type == engine.device.type for p in _parameters_of(basic))
+    counted = basic if here else None
     held_bytes = storage_bytes(_tensors_of(wrapped), engine.device, without=_model_tensors(engine))
     if counted is None:
         held_bytes += 0 if basic is None else _state_bytes(basic, engine.device, _parameters_of(basic))
@@ -166,38 +162,24 @@ def needs_beside_shards(engine: DeepSpeedEngine, reducing_bytes: int) -> Needs:
     if largest is None:
         return Needs(True, None, memplan.Surroundings(held_bytes, max(0, staying_bytes - reducing_bytes)))
     group_bytes = 4 * largest.numel()
-    taken_bytes = 0 if _steps_in_place(basic) else group_bytes  # by the step at least, and counted with it
+    fused = any(group.get("fused") for group in basic.param_groups)
+    in_place = fused or isinstance(basic, torch.optim.SGD) or not _is_of_pytorch(basic)
+    taken_bytes = 0 if in_place else group_bytes  # by the step at least, and counted with it
     stepping_bytes = 0 if zero.offload_optimizer else group_bytes  # its gradients in one piece
     if zero.gradient_accumulation_dtype != torch.float32:  # and before that in 16 bits
         stepping_bytes = max(stepping_bytes, stepping_bytes * 3 // 2 - taken_bytes)
     # While it steps, parameters that otherwise stay are not whole; then they are gathered in one piece.
     after_bytes = max(stepping_bytes - staying_bytes, staying_bytes - taken_bytes) - reducing_bytes
     after_bytes = max(0, after_bytes)
-    stepped = _with_group(basic, zero.sub_group_to_group_id[_index_of(zero, largest)], largest)
+    index = next(i for i, p in enumerate(zero.fp32_partitioned_groups_flat) if p is largest)
+    stepped = None
+    if _is_of_pytorch(basic):  # as it is when ZeRO 3 steps it with this group; between steps it has no parameters
+        stepped = copy.copy(basic)
+        stepped.param_groups = [{**basic.param_groups[zero.sub_group_to_group_id[index]], "params": [largest]}]
+        stepped.state = defaultdict(dict, {largest: basic.state[largest]} if largest in basic.state else {})
     rest = [p for p in groups if stepped is None or p is not largest]
     held_bytes += _state_bytes(basic, device, rest)
     return Needs(True, stepped, memplan.Surroundings(held_bytes, after_bytes))
-
-
-def _index_of(zero: Any, group: torch.Tensor) -> int:
-    return next(i for i, p in enumerate(zero.fp32_partitioned_groups_flat) if p is group)
-
-
-def _steps_in_place(optimizer: Any) -> bool:
-    """Whether an optimizer's step makes no tensors as large as parameters."""
-    fused = any(group.get("fused") for group in optimizer.param_groups)
-    return fused or isinstance(optimizer, torch.optim.SGD) or not _is_of_pytorch(optimizer)
-
-
-def _with_group(optimizer: Any, index: int, parameter: torch.Tensor) -> torch.optim.Optimizer | None:
-    """An optimizer of PyTorch as it is when ZeRO 3 steps it with this parameter; between steps it has no parameters."""
-    if not _is_of_pytorch(optimizer):
-        return None
-    stepped = copy.copy(optimizer)
-    stepped.param_groups = [{**optimizer.param_groups[index], "params": [parameter]}]
-    known = {parameter: optimizer.state[parameter]} if parameter in optimizer.state else {}
-    stepped.state = defaultdict(dict, known)
-    return stepped  # type: ignore[no-any-return]
 
 
 def held_bytes_of(engine: DeepSpeedEngine, inputs: object = ()) -> int:
@@ -258,14 +240,6 @@ def _tensors_of(owner: object) -> Iterator[torch.Tensor]:
             waiting.extend(here)
         elif type(here).__module__.startswith("deepspeed.runtime.") and not isinstance(here, torch.nn.Module):
             waiting.extend(getattr(here, "__dict__", {}).values())
-
-
-def _steps_foreseeably(optimizer: object, device: torch.device) -> bool:
-    """Whether `memplan.apply` can count an optimizer: it is PyTorch's own, with parameters on the engine's device."""
-    if not _is_of_pytorch(optimizer):
-        return False
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return all(p.device.type == device.type for p in _parameters_of(optimizer))
 
 
 def _is_of_pytorch(optimizer: object) -> bool:

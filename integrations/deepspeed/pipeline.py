@@ -124,7 +124,8 @@ class _StageForward:
             schedule.ForwardPass: lambda engine, buffer_id: self._forward_pass(buffer_id),
         }
         self._hook = self._engine.module.register_forward_pre_hook(
-            lambda _, args, kwargs: self._with_labels(args, kwargs), with_kwargs=True
+            lambda _, args, kwargs: (args, kwargs if self._labels is None else {**kwargs, "labels": self._labels}),
+            with_kwargs=True,
         )
 
     def remove(self) -> None:
@@ -150,9 +151,6 @@ class _StageForward:
             PipelineEngine._exec_forward_pass(engine, buffer_id)
         finally:
             engine._compute_loss, self._labels = before, None
-
-    def _with_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, kwargs if self._labels is None else {**kwargs, "labels": self._labels}
 
 
 def _refuse(engine: PipelineEngine) -> None:

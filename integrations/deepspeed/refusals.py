@@ -37,7 +37,16 @@ def refuse(engine: DeepSpeedEngine) -> None:
             'the DeepSpeed config says "flops_profiler": {"enabled": true}: at its step rank 0 alone has hooks on all '
             "modules, which a planned step does not call. Profile without a plan, and leave it out here"
         )
-    talkative = _talkative(engine)
+    # In a pipeline the model-parallel group has the stages in it.
+    pipeline = isinstance(engine, PipelineEngine)
+    slices = engine.grid.get_slice_parallel_world_size() if pipeline else engine.mp_world_size
+    reasons = {
+        "mixture-of-experts layers of DeepSpeed": engine.has_moe_layers,
+        "tensor parallelism": engine.autotp_size() > 1 or slices > 1,
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "ZenFlow": engine.zenflow,
+    }
+    talkative = next((what for what, there in reasons.items() if there), None)
     if talkative is not None:
         raise ValueError(
             f"the engine has {talkative}, with which ranks talk to each other in the middle of a step: a rank that "
@@ -49,20 +58,6 @@ def refuse(engine: DeepSpeedEngine) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) runs layers through deepspeed.checkpointing, which "
                 "decides what is recomputed; that is what the plan does. Call the layers directly"
             )
-
-
-def _talkative(engine: DeepSpeedEngine) -> str | None:
-    """What makes ranks communicate elsewhere than in the reduction of gradients, in words; None where nothing does."""
-    # In a pipeline the model-parallel group has the stages in it.
-    pipeline = isinstance(engine, PipelineEngine)
-    slices = engine.grid.get_slice_parallel_world_size() if pipeline else engine.mp_world_size
-    reasons = {
-        "mixture-of-experts layers of DeepSpeed": engine.has_moe_layers,
-        "tensor parallelism": engine.autotp_size() > 1 or slices > 1,
-        "sequence parallelism": engine.sequence_parallel_size > 1,
-        "ZenFlow": engine.zenflow,
-    }
-    return next((what for what, there in reasons.items() if there), None)
 
 
 def strip_checkpointing(model: nn.Module) -> None:

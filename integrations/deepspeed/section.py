@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -62,20 +62,45 @@ class MemplanConfig:
         if isinstance(source, (str, Path)):
             source = json.loads(Path(source).read_text())
         section = source.get("memplan") if isinstance(source, Mapping) else None
-        return MemplanConfig() if section is None else _read(section)
+        if section is None:
+            return MemplanConfig()
+        if not isinstance(section, Mapping):
+            raise ValueError(f'"memplan" in a DeepSpeed config is a section in braces, got {section!r}')
+        known = [f.name for f in fields(MemplanConfig)]
+        unknown = [key for key in section if key not in known]
+        if unknown:
+            raise ValueError(f'"memplan" has no key {", ".join(map(repr, unknown))}; it has {", ".join(known)}')
+        given = {key: value for key, value in section.items() if value is not None}
+        for key, value in given.items():
+            if value == "auto" and key != "preset":
+                raise ValueError(f'"memplan": {key} is "auto". Leave it out, or write null')
+        return MemplanConfig(**{key: _READERS[key](key, value) for key, value in given.items()})
 
     def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> RankBudget | None:
         """The budget of a global rank in a pipeline stage; None where it is to be measured.
 
         Raises ValueError where the section names a rank that is not there, or another number of stages.
         """
-        _check_places("per_rank", self.per_rank, ranks, "per_stage", self.per_stage, stages)
-        return _closest(rank, self.per_rank, stage, self.per_stage, self.budget)
+        return self._closest("", rank, ranks, stage, stages)  # type: ignore[no-any-return]
 
     def host_budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> HostBudget | None:
         """The host budget of a global rank in a pipeline stage; None where nothing is offloaded."""
-        _check_places("host_per_rank", self.host_per_rank, ranks, "host_per_stage", self.host_per_stage, stages)
-        return _closest(rank, self.host_per_rank, stage, self.host_per_stage, self.host_budget)
+        return self._closest("host_", rank, ranks, stage, stages)  # type: ignore[no-any-return]
+
+    def _closest(self, kind: str, rank: int, ranks: int, stage: int, stages: int) -> Any:
+        """The budget that says most of a rank. kind: begins the names of the keys."""
+        per_rank, per_stage = getattr(self, f"{kind}per_rank"), getattr(self, f"{kind}per_stage")
+        strange = [r for r in per_rank if r >= ranks]
+        if strange:
+            raise ValueError(f'"memplan": {kind}per_rank has rank {strange[0]}, but there are ranks 0 to {ranks - 1}')
+        if per_stage and len(per_stage) != stages:
+            raise ValueError(
+                f'"memplan": {kind}per_stage has {len(per_stage)} budgets, but there are {stages} pipeline stages. '
+                f"Give one for each, or leave {kind}per_stage out"
+            )
+        if rank in per_rank:
+            return per_rank[rank]
+        return per_stage[stage] if per_stage else getattr(self, f"{kind}budget")
 
     def apply_keywords(self) -> dict[str, Any]:
         """Arguments of `memplan.apply`, beside the budgets."""
@@ -83,46 +108,6 @@ class MemplanConfig:
             "config": self.preset, "costs": self.costs, "kernels": self.kernels, "random": self.random,
             "on_mismatch": self.on_mismatch, "on_oom": self.on_oom,
         }  # fmt: skip
-
-
-def _closest(
-    rank: int, per_rank: Mapping[int, _Some], stage: int, per_stage: Sequence[_Some], budget: _Some | None
-) -> _Some | None:
-    if rank in per_rank:
-        return per_rank[rank]
-    return per_stage[stage] if per_stage else budget
-
-
-def _check_places(
-    rank_key: str,
-    per_rank: Mapping[int, RankBudget],
-    ranks: int,
-    stage_key: str,
-    per_stage: Sequence[RankBudget],
-    stages: int,
-) -> None:
-    strange = [r for r in per_rank if r >= ranks]
-    if strange:
-        raise ValueError(f'"memplan": {rank_key} has rank {strange[0]}, but there are ranks 0 to {ranks - 1}')
-    if per_stage and len(per_stage) != stages:
-        raise ValueError(
-            f'"memplan": {stage_key} has {len(per_stage)} budgets, but there are {stages} pipeline stages. Give one '
-            f"for each, or leave {stage_key} out"
-        )
-
-
-def _read(section: object) -> MemplanConfig:
-    if not isinstance(section, Mapping):
-        raise ValueError(f'"memplan" in a DeepSpeed config is a section in braces, got {section!r}')
-    known = [f.name for f in fields(MemplanConfig)]
-    unknown = [key for key in section if key not in known]
-    if unknown:
-        raise ValueError(f'"memplan" has no key {", ".join(map(repr, unknown))}; it has {", ".join(known)}')
-    given = {key: value for key, value in section.items() if value is not None}
-    for key, value in given.items():
-        if value == "auto" and key != "preset":
-            raise ValueError(f'"memplan": {key} is "auto". Leave it out, or write null')
-    return MemplanConfig(**{key: _READERS[key](key, value) for key, value in given.items()})
 
 
 def _switch(key: str, value: object) -> bool:

@@ -32,7 +32,8 @@ class Watch:
         apply_plan: Callable[..., None],
     ) -> None:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._stage, stages = _stage_of(engine)
+        stage, stages = (engine.stage_id, engine.num_stages) if isinstance(engine, PipelineEngine) else (0, 1)
+        self._stage: int = stage
         self._budget = section.budget_of(rank, ranks, self._stage, stages)
         peers = torch.distributed.get_process_group_ranks(engine.data_parallel_group)
         measured = [section.budget_of(peer, ranks, self._stage, stages) is None for peer in peers]
@@ -65,11 +66,10 @@ class Watch:
         # Functions, and not methods: a copy of the module keeps them as they are.
         self._hooks = [
             self._engine.module.register_forward_pre_hook(lambda _, *inputs: self._before(inputs), with_kwargs=True),
-            self._engine.module.register_forward_hook(lambda *_: self._after()),
+            self._engine.module.register_forward_hook(lambda *_: self._tell()),
         ]
 
     def end(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -87,9 +87,6 @@ class Watch:
             self._before_bytes = held_bytes_of(self._engine, inputs)
             stateless = self._engine.basic_optimizer is not None and not self._engine.basic_optimizer.state
             self._without_state = ", when the optimizer had no state yet" if stateless else ""
-
-    def _after(self) -> None:
-        self._tell()
 
     def _plan(self, sample: Any) -> None:
         assert self._budget is not None
@@ -143,8 +140,3 @@ def _budget_bytes(plan: memplan.Plan) -> int:
     budget_bytes = plan.problem.budget_bytes
     assert isinstance(budget_bytes, int)
     return budget_bytes
-
-
-def _stage_of(engine: DeepSpeedEngine) -> tuple[int, int]:
-    """The pipeline stage of this rank, and how many there are."""
-    return (engine.stage_id, engine.num_stages) if isinstance(engine, PipelineEngine) else (0, 1)

@@ -59,11 +59,10 @@ def apply_sharded(
     Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix. What
     `memplan.apply` raises on one rank is raised on all.
     """
-    _refuse_stage(engine)
-    _refuse_gathers(engine)
+    _refuse(engine)
     shards = ZeroShards(engine, gather_speed)
     _look_at_budgets(budget, shards.group)
-    keywords = {**needs_beside_shards(engine, shards.reducing_bytes).apply_keywords(), **apply_keywords}
+    keywords = {**needs_beside_shards(engine, shards.reducing_bytes)._asdict(), **apply_keywords}
     memplan.apply(engine.module, sample, budget, shards=shards, group=shards.group, **keywords)
     shards.let_hooks_rest()
 
@@ -213,12 +212,9 @@ class ZeroShards:
     def _find_hooks(self) -> None:
         offload = self._offload
         self._known_hooks = offload.forward_hooks
-        for handle in (*offload.forward_hooks, offload.fwd_pre_hook):
-            if (hook := _hook_of(handle)) is not None:
-                self._gathering[id(hook)] = hook
-        for handle in offload.backward_hooks:
-            if (hook := _hook_of(handle)) is not None:
-                self._marking[id(hook)] = hook
+        gathering = map(_hook_of, (*offload.forward_hooks, offload.fwd_pre_hook))
+        self._gathering.update((id(hook), hook) for hook in gathering if hook is not None)
+        self._marking.update((id(hook), hook) for hook in map(_hook_of, offload.backward_hooks) if hook is not None)
 
     def let_hooks_rest(self) -> None:
         """Let DeepSpeed's hooks on the model itself, which run around planned forwards too, do nothing there."""
@@ -309,8 +305,8 @@ class _RestingHook:
 # -- what can't be planned --------------------------------------------------------------------------------------------
 
 
-def _refuse_stage(engine: Any) -> None:
-    """Raise ValueError for an engine that does not train under ZeRO 3."""
+def _refuse(engine: Any) -> None:
+    """Raise ValueError for an engine that does not train under ZeRO 3, or gathers in a way that no plan can follow."""
     if engine.zero_optimization_stage() != 3:
         raise ValueError(
             f"the engine is of ZeRO stage {engine.zero_optimization_stage()}; sharded plans are for stage 3"
@@ -321,10 +317,6 @@ def _refuse_stage(engine: Any) -> None:
         )
     if not engine.module.training:
         raise ValueError("the engine is in eval mode; call engine.train() first, for the plan is one of training")
-
-
-def _refuse_gathers(engine: Any) -> None:
-    """Raise ValueError where DeepSpeed handles gathers in a way that a plan can't follow."""
     offload = engine.optimizer.parameter_offload
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
     parameters = list(engine.module.parameters())  # some belong to modules that were leaves before

@@ -14,7 +14,6 @@ from memplan.command_line.step_options import count
 
 
 def add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan audit`."""
     command = commands.add_parser("audit", help="whether your own checkpointing, compilation or offload is exact")
     command.add_argument(
         "model",

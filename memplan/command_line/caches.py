@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import logging
 import time
-from collections.abc import Iterator
 
 import memplan
 from memplan.command_line.outcomes import Outcome
-from memplan.logs import log, show_count
+from memplan.logs import quiet, show_count
 
 
 def add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan warmup`."""
     command = commands.add_parser("warmup", help="compile the solvers ahead, so that the first plan does not wait")
     command.set_defaults(run=_warmup)
     return command
 
 
 def add_clear_costs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan clear-costs`."""
     command = commands.add_parser(
         "clear-costs", help="forget what was measured of ops and models, and the plans made of it; plans measure anew"
     )
@@ -44,7 +39,7 @@ def _warmup(given: argparse.Namespace) -> Outcome:
         done += 1
         show_count("compiling the solvers", min(done, len(missing)), len(missing))
 
-    with _quietly(), watching_compilation(began):
+    with quiet(), watching_compilation(began):
         _plan_something()
     time_s = time.monotonic() - began_s
     return Outcome(
@@ -64,17 +59,6 @@ def _plan_something() -> None:
     sample, link = torch.zeros(512, 64), memplan.Link(25e9, 25e9)
     memplan.plan(model, sample, 0.8, device="cpu", costs="estimate")
     memplan.plan(model, sample, 0.5, device="cpu", costs="estimate", host_budget="1GiB", link=link)
-
-
-@contextlib.contextmanager
-def _quietly() -> Iterator[None]:
-    """A context without lines about plans that nobody asked for."""
-    before = log.level
-    log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def _clear_costs(given: argparse.Namespace) -> Outcome:

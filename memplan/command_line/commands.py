@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import memplan
 from memplan.command_line.audit_command import add_audit
@@ -30,18 +30,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises SystemExit(2) for wrong usage, as argparse does.
     """
-    given = _parser().parse_args(arguments)
-    # With --json, stdout is the object alone: what else is printed meanwhile is for people.
-    with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
-        outcome = _outcome(given.run, given)
-    if given.json:
-        print(json.dumps(outcome.facts))
-    else:
-        print(outcome.text, file=sys.stderr if outcome.status == MISTAKEN else sys.stdout)
-    return outcome.status
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "memplan", description="Makes a PyTorch training step fit a byte budget.", epilog=_STATUS
     )
@@ -51,29 +39,31 @@ def _parser() -> argparse.ArgumentParser:
         command = add(commands)
         command.epilog = _STATUS
         command.add_argument("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
-    return parser
+    given = parser.parse_args(arguments)
+    # With --json, stdout is the object alone: what else is printed meanwhile is for people.
+    with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
+        try:
+            outcome: Outcome = given.run(given)
+        except (Mistake, MemplanError) as error:
+            outcome = _refusal(error)
+    if given.json:
+        print(json.dumps(outcome.facts))
+    else:
+        print(outcome.text, file=sys.stderr if outcome.status == MISTAKEN else sys.stdout)
+    return outcome.status
 
 
-def _outcome(run: Callable[[argparse.Namespace], Outcome], given: argparse.Namespace) -> Outcome:
-    """What the command gives, or what is wrong with what it was given."""
-    try:
-        return run(given)
-    except (Mistake, MemplanError) as error:
-        return _refusal(error if isinstance(error, Mistake) else _mistake_of(error))
-
-
-def _mistake_of(error: MemplanError) -> Mistake:
-    if isinstance(error, InvalidPlanFile):
-        return Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE")
-    return Mistake(
-        "the step can't be planned",
-        str(error),
-        "change what is named there, or give a function that makes model and sample: path/file.py:build",
-    )
-
-
-def _refusal(mistake: Mistake) -> Outcome:
+def _refusal(error: Mistake | MemplanError) -> Outcome:
+    """What is wrong with what a command was given."""
+    if isinstance(error, Mistake):
+        mistake = error
+    elif isinstance(error, InvalidPlanFile):
+        remedy = "make it anew: memplan plan ... --out FILE"
+        mistake = Mistake("the plan file can't be used", str(error), remedy)
+    else:
+        remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
+        mistake = Mistake("the step can't be planned", str(error), remedy)
     cause = mistake.cause.replace("\n", "\n         ")
     text = f"memplan: {mistake.what}\n  cause: {cause}\n  next:  {mistake.next_step}"
-    error = {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}
-    return Outcome(text, {"error": error}, MISTAKEN)
+    facts = {"error": {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}}
+    return Outcome(text, facts, MISTAKEN)

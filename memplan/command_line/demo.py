@@ -5,20 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from memplan.command_line.outcomes import DONE, MISTAKEN, Mistake, Outcome
-
-if TYPE_CHECKING:
-    from memplan.command_line.demo_runs import DemoRun
 
 _MEBIBYTE = 2**20
 _FAR_OFF = 0.25
 
 
 def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan demo`."""
     command = commands.add_parser(
         "demo",
         help="train a small GPT-2 as it is, at half of its peak and in as little as it can",
@@ -39,12 +33,6 @@ def _demo(given: argparse.Namespace) -> Outcome:
     same = all(run.losses == runs[0].losses for run in runs)
     fits = all(run.fits for run in runs)
     losses, peaks = "the same numbers" if same else "DIFFERENT", "within" if fits else "ABOVE"
-    text = "\n".join([*_shown_runs(runs), f"\nlosses are {losses}; peaks are {peaks} budget", *_noise(runs)])
-    facts = {"same_losses": same, "fits": fits, "runs": [dataclasses.asdict(run) for run in runs]}
-    return Outcome(text, facts, DONE if same and fits else MISTAKEN)
-
-
-def _shown_runs(runs: Sequence[DemoRun]) -> list[str]:
     lines = [
         f"\n{'':12}{'budget':>12}{'predicted':>12}{'measured':>12}{'of unplanned':>14}{'s a step':>10}{'predicted':>11}"
     ]
@@ -56,12 +44,10 @@ def _shown_runs(runs: Sequence[DemoRun]) -> list[str]:
     lines.append(f"\n{'loss of step':12}" + "".join(f"{run.name:>24}" for run in runs))
     for index in range(len(runs[0].losses)):
         lines.append(f"{index + 1:12}" + "".join(f"{run.losses[index]!r:>24}" for run in runs))
-    return lines
-
-
-def _noise(runs: Sequence[DemoRun]) -> list[str]:
-    """A line that tells where seconds are not those that the first run and the plan make one expect."""
-    off = [run for run in runs if abs(run.step_s / runs[0].step_s / (1 + run.overhead) - 1) > _FAR_OFF]
-    return [
-        "seconds are not as predicted: the machine does other work too. Bytes and losses do not depend on that"
-    ] * bool(off)
+    lines.append(f"\nlosses are {losses}; peaks are {peaks} budget")
+    if any(abs(run.step_s / runs[0].step_s / (1 + run.overhead) - 1) > _FAR_OFF for run in runs):
+        lines.append(
+            "seconds are not as predicted: the machine does other work too. Bytes and losses do not depend on that"
+        )
+    facts = {"same_losses": same, "fits": fits, "runs": [dataclasses.asdict(run) for run in runs]}
+    return Outcome("\n".join(lines), facts, DONE if same and fits else MISTAKEN)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib.metadata
+import itertools
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,10 @@ def demo_model() -> nn.Module:
 
 
 def demo_batches() -> list[Batch]:
-    data = torch.tensor(list(_text().encode()))
+    installed = importlib.metadata.distributions(name="memplan")
+    licences = (distribution.read_text("licenses/LICENSE") for distribution in installed)
+    text = next(filter(None, licences), Path(__file__).read_text())  # any other would do
+    data = torch.tensor(list(text.encode()))
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(STEPS):
@@ -75,27 +77,8 @@ def demo_batches() -> list[Batch]:
     return batches
 
 
-def _text() -> str:
-    """The licence, as it is installed; any other text would do."""
-    installed = importlib.metadata.distributions(name="memplan")
-    licences = (distribution.read_text("licenses/LICENSE") for distribution in installed)
-    return next(filter(None, licences), Path(__file__).read_text())
-
-
-def _measured_peak(step: Callable[[], float], resident_bytes: int) -> tuple[int, float]:
-    """Peak bytes of a step, by the allocator's record, and what the step returns."""
-    gc.collect()
-    with MemoryRecord() as record:
-        loss = step()
-    held_bytes = most_bytes = resident_bytes
-    for event in record.events:
-        held_bytes += event.nbytes() if event.name() == "[memory]" else 0
-        most_bytes = max(most_bytes, held_bytes)
-    return most_bytes, loss
-
-
 def _trained(model: nn.Module, batches: list[Batch]) -> tuple[int, float, list[float]]:
-    """Peak bytes (of the second step), median seconds of a step, and all losses."""
+    """Peak bytes (of the second step, by the allocator's record), median seconds of a step, and all losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     tensors = [*model.parameters(), *model.buffers(), *batches[0].values()]
     resident_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -111,7 +94,11 @@ def _trained(model: nn.Module, batches: list[Batch]) -> tuple[int, float, list[f
     losses, times, peak_bytes = [], [], 0
     for index, batch in enumerate(batches):
         if index == 1:
-            peak_bytes, loss = _measured_peak(functools.partial(step, batch), resident_bytes)
+            gc.collect()
+            with MemoryRecord() as record:
+                loss = step(batch)
+            changes = (event.nbytes() for event in record.events if event.name() == "[memory]")
+            peak_bytes = max(itertools.accumulate(changes, initial=resident_bytes))
         else:
             start = time.perf_counter()
             loss = step(batch)

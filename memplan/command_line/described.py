@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +70,41 @@ def with_changes(fields: dict[str, Any], known: Any, changes: Mapping[str, Any])
             )
         result[first] = with_changes(result.get(first) or {}, known[first], {rest: value}) if rest else value
     return result
+
+
+def library(name: str) -> Any:
+    """A library that models come from; None where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def class_in(of_library: Any, name: str, base: str) -> Any:
+    """The class of this name, derived from that called `base`; None where a library has none that can be had here."""
+    try:
+        found = getattr(of_library, name, None)
+    except (ImportError, RuntimeError):  # it needs another library that is not here
+        return None
+    return found if inspect.isclass(found) and issubclass(found, getattr(of_library, base)) else None
+
+
+def unmade(name: str, error: Exception) -> Mistake:
+    """What to say of a config, or of a model of it, that can't be made."""
+    return Mistake(
+        f"{name} can't be made of this config",
+        f"{type(error).__name__}: {error}",
+        "change the config, or fields of it with --set NAME=VALUE",
+    )
+
+
+def without_batch(model: nn.Module, takes: str) -> Mistake:
+    """What to say of a model for which no batch can be made up."""
+    return Mistake(
+        f"a batch for {type(model).__name__} can't be made up",
+        f"it takes {takes}",
+        "give a function that makes model and batch: path/file.py:build",
+    )
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import importlib.metadata
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +33,14 @@ class Found:
 
 
 def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan doctor`."""
     command = commands.add_parser("doctor", help="versions, devices, compilers and caches; what is missing")
     command.set_defaults(run=_doctor)
     return command
 
 
 def _doctor(given: argparse.Namespace) -> Outcome:
-    found = [*_versions(), *_devices(), *_kernels(), *_caches(), *_environment(os.environ)]
+    found = [*_versions(), *_devices(), *_kernels(), *_caches()]
+    found += [Found("environment", n, v) for n, v in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT)]
     lines, group = [], ""
     for one in found:
         if one.group != group:
@@ -120,18 +120,7 @@ def _caches() -> Iterable[Found]:
             continue
         listed = place.rglob("*") if files is None else files
         size_bytes = sum(file.stat().st_size for file in listed if file.is_file())
-        writable = _is_writable(place)
+        there = next(folder for folder in (place, *place.parents) if folder.exists())  # in which it is or can be made
+        writable = there.is_dir() and os.access(there, os.W_OK)
         remedy = "" if writable else f"set {variable} to a folder that can be written"
         yield Found("caches", name, f"{format_bytes(size_bytes)} in {place}{'' if writable else ', read-only'}", remedy)
-
-
-def _is_writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, or the folder be made."""
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    return there.is_dir() and os.access(there, os.W_OK)
-
-
-def _environment(variables: Mapping[str, str]) -> Iterable[Found]:
-    for name in sorted(variables):
-        if name.startswith(_ENVIRONMENT):
-            yield Found("environment", name, variables[name])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,27 +27,33 @@ def built_step(wanted: Wanted) -> Described:
             "--set and --dtype are for configs", f"{wanted.source} makes the model by itself", "leave them out"
         )
     place, _, name = wanted.source.rpartition(":")
-    with _importing(place):
-        build = _function(_module(place, wanted.source), name, wanted.source)
-        arguments = _arguments(build, wanted)
+    before = list(sys.path)  # modules are found where the user is, and beside the file
+    sys.path[:0] = [str(Path(place).resolve().parent)] if place.endswith(".py") else [str(Path.cwd())]
+    try:
+        module = _module(place, wanted.source)
+        build = getattr(module, name, None)
+        if not callable(build):
+            near = nearest(name, [n for n, v in vars(module).items() if inspect.isfunction(v)])
+            cause = f"the nearest names are {near}" if near else "nothing there has a name like this"
+            raise Mistake(f"{wanted.source} is no function", cause, "give the name of a function behind the colon")
+        asked = {"batch": wanted.batch, "length": wanted.length}
+        arguments = {option: value for option, value in asked.items() if value is not None}
+        takes = inspect.signature(build).parameters
+        for option in (option for option in arguments if option not in takes):
+            raise Mistake(
+                f"--{option} does not reach {wanted.source}",
+                f"the function has no parameter {option!r}",
+                "give it one, or leave the option out",
+            )
         given = _called(lambda: build(**arguments), f"{wanted.source} raises an error")
+    finally:
+        sys.path[:] = before
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
         raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {_shown(given)}", _NEXT)
     model, sample, *loss_fn = given
     count = sum(p.numel() for p in model.parameters())
     title = f"{type(model).__name__} of {wanted.source}, {count / 1e6:.2f}e6 parameters"
     return Described(title, model, sample, loss_fn[0] if loss_fn else None, 1, "batches")
-
-
-@contextlib.contextmanager
-def _importing(place: str) -> Iterator[None]:
-    """A context in which modules are found where the user is, and beside the file."""
-    before = list(sys.path)
-    sys.path[:0] = [str(Path(place).resolve().parent)] if place.endswith(".py") else [str(Path.cwd())]
-    try:
-        yield
-    finally:
-        sys.path[:] = before
 
 
 def _module(place: str, source: str) -> ModuleType:
@@ -79,29 +84,6 @@ def _module(place: str, source: str) -> ModuleType:
 
     loaded: ModuleType = _called(load, f"{place} can't be imported")
     return loaded
-
-
-def _function(module: ModuleType, name: str, source: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if callable(found):
-        return found  # type: ignore[no-any-return]
-    near = nearest(name, [n for n, v in vars(module).items() if inspect.isfunction(v)])
-    cause = f"the nearest names are {near}" if near else "nothing there has a name like this"
-    raise Mistake(f"{source} is no function", cause, "give the name of a function behind the colon")
-
-
-def _arguments(build: Callable[..., Any], wanted: Wanted) -> dict[str, int]:
-    """What the command line says and the function takes. Raises Mistake for what it does not take."""
-    takes = inspect.signature(build).parameters
-    given = {name: getattr(wanted, name) for name in ("batch", "length") if getattr(wanted, name) is not None}
-    strange = [name for name in given if name not in takes]
-    if strange:
-        raise Mistake(
-            f"--{strange[0]} does not reach {wanted.source}",
-            f"the function has no parameter {strange[0]!r}",
-            "give it one, or leave the option out",
-        )
-    return given
 
 
 def _called(function: Callable[[], Any], what: str) -> Any:

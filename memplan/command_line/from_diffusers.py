@@ -8,27 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.command_line.described import DTYPES, Described, Wanted, on_paper, title_of, with_changes
+from memplan.command_line import described
+from memplan.command_line.described import Described, Wanted
 from memplan.command_line.outcomes import Mistake
 
+_MODELS = "ModelMixin"  # what its models derive from
 _LENGTH = 77  # of a text that an image is made for
 _SIZE = 64  # of a latent image, where the config has none
 
 
 def is_a_model_of_diffusers(name: str) -> bool:
-    """Whether diffusers has a model class of this name."""
-    return _class(name) is not None
+    return described.class_in(described.library("diffusers"), name, _MODELS) is not None
 
 
 def names_of_diffusers() -> list[str]:
-    """The model classes that diffusers has."""
-    diffusers = _diffusers()
-    return [] if diffusers is None else [name for name in dir(diffusers) if name.endswith(("Model", "2D"))]
+    return [name for name in dir(described.library("diffusers")) if name.endswith(("Model", "2D"))]  # None has none
 
 
 def diffusers_step(class_name: str, fields: dict[str, Any], wanted: Wanted) -> Described:
     """The step of a model. The loss is the mean square of what it gives. Raises Mistake."""
-    model_class = _class(class_name)
+    model_class = described.class_in(described.library("diffusers"), class_name, _MODELS)
     if model_class is None:
         raise Mistake(
             f"{class_name!r} is no model of diffusers",
@@ -37,19 +36,15 @@ def diffusers_step(class_name: str, fields: dict[str, Any], wanted: Wanted) -> D
         )
     dtype = wanted.dtype or "bfloat16"
     known = dict.fromkeys(inspect.signature(model_class.__init__).parameters)
-    changed = with_changes({k: v for k, v in fields.items() if k in known}, known, wanted.changes)
+    changed = described.with_changes({k: v for k, v in fields.items() if k in known}, known, wanted.changes)
     try:
-        with on_paper(dtype):
+        with described.on_paper(dtype):
             model = model_class(**changed).train()
     except Exception as error:
-        raise Mistake(
-            f"{class_name} can't be made of this config",
-            f"{type(error).__name__}: {error}",
-            "change the config, or fields of it with --set NAME=VALUE",
-        ) from error
+        raise described.unmade(class_name, error) from error
     sample, batch = _latents(model, wanted), wanted.batch or 1
     first = next(tensor for tensor in sample.values() if tensor.dim() > 1)
-    title = title_of(model, dtype, f"batch {batch} of {' x '.join(map(str, first.shape[1:]))}")
+    title = described.title_of(model, dtype, f"batch {batch} of {' x '.join(map(str, first.shape[1:]))}")
     remark = "the loss is taken to be the mean square of what the model gives"
     return Described(title, model, sample, mean_square, batch, "images", remark)
 
@@ -57,23 +52,6 @@ def diffusers_step(class_name: str, fields: dict[str, Any], wanted: Wanted) -> D
 def mean_square(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
     """A loss that stands for that of a denoising step."""
     return model(**batch, return_dict=False)[0].float().pow(2).mean()  # type: ignore[no-any-return]
-
-
-def _diffusers() -> Any:
-    try:
-        import diffusers
-    except ImportError:
-        return None
-    return diffusers
-
-
-def _class(name: str) -> Any:
-    diffusers = _diffusers()
-    try:
-        found = getattr(diffusers, name, None)
-    except (ImportError, RuntimeError):  # it needs a library that is not here
-        return None
-    return found if inspect.isclass(found) and issubclass(found, diffusers.ModelMixin) else None
 
 
 def _latents(model: Any, wanted: Wanted) -> dict[str, torch.Tensor]:
@@ -92,10 +70,6 @@ def _latents(model: Any, wanted: Wanted) -> dict[str, torch.Tensor]:
     takes = inspect.signature(model.forward).parameters
     missing = [n for n, p in takes.items() if p.default is p.empty and n not in made and "kwargs" not in n]
     if missing:
-        raise Mistake(
-            f"a batch for {type(model).__name__} can't be made up",
-            f"it takes {', '.join(missing)}",
-            "give a function that makes model and batch: path/file.py:build",
-        )
-    dtype = DTYPES[wanted.dtype or "bfloat16"]
+        raise described.without_batch(model, ", ".join(missing))
+    dtype = described.DTYPES[wanted.dtype or "bfloat16"]
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items() if n in takes}

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.command_line.described import Described, Wanted, on_paper, title_of, with_changes
+from memplan.command_line import described
+from memplan.command_line.described import Described, Wanted
 from memplan.command_line.outcomes import Mistake
 
 # What a type is trained as, where nobody says so; the first that transformers has for it.
@@ -51,17 +52,26 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
         )
     config_class = transformers.CONFIG_MAPPING[kind] if model_class is None else model_class.config_class
     config = _config(config_class, fields, wanted)
-    model_class = model_class or _trained_as(config_class)
+    if model_class is None:
+        known = (getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(config_class, None) for task in _TASKS)
+        model_class = next((found for found in known if found is not None), None)
+        if model_class is None:
+            raise Mistake(
+                f"what {config_class.__name__} is trained as is not clear",
+                "transformers has no language model and no classifier for it",
+                "name the class, such as LlamaForCausalLM, or give a function: path/file.py:build",
+            )
+        model_class = model_class[0] if isinstance(model_class, tuple) else model_class
     config.use_cache = False  # of no use in training
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0  # without it labels can't become inputs of the decoder
     try:
-        with on_paper(wanted.dtype or "bfloat16"):
+        with described.on_paper(wanted.dtype or "bfloat16"):
             model = model_class(config).train()
     except Exception as error:
-        raise _unmade(model_class.__name__, error) from error
+        raise described.unmade(model_class.__name__, error) from error
     sample, items, unit, batch = _sample(model, wanted)
-    title = title_of(model, wanted.dtype or "bfloat16", batch)
+    title = described.title_of(model, wanted.dtype or "bfloat16", batch)
     remarks = [_positions(model, sample)]
     if "quantization_config" in fields:
         remarks.append("weights are not quantised here, as the config says that they are")
@@ -69,38 +79,15 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        return None
-    found: Any = transformers
-    found.logging.set_verbosity_error()
+    found = described.library("transformers")
+    if found is not None:
+        found.logging.set_verbosity_error()
     return found
 
 
 def _model_class(name: str) -> Any:
-    transformers = _transformers()
-    try:
-        found = getattr(transformers, name, None)
-    except (ImportError, RuntimeError):  # it needs a library that is not here
-        return None
-    if not inspect.isclass(found) or not issubclass(found, transformers.PreTrainedModel):
-        return None
+    found = described.class_in(_transformers(), name, "PreTrainedModel")
     return found if getattr(found, "config_class", None) is not None else None
-
-
-def _trained_as(config_class: type) -> Any:
-    """The class that models of such a config are trained as. Raises Mistake."""
-    transformers = _transformers()
-    for task in _TASKS:
-        found = getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(config_class, None)
-        if found is not None:
-            return found[0] if isinstance(found, tuple) else found
-    raise Mistake(
-        f"what {config_class.__name__} is trained as is not clear",
-        "transformers has no language model and no classifier for it",
-        "name the class, such as LlamaForCausalLM, or give a function: path/file.py:build",
-    )
 
 
 def _config(config_class: Any, fields: dict[str, Any], wanted: Wanted) -> Any:
@@ -108,22 +95,14 @@ def _config(config_class: Any, fields: dict[str, Any], wanted: Wanted) -> Any:
     plain = _made(config_class, dict(fields))
     changes = {plain.attribute_map.get(name, name): value for name, value in wanted.changes.items()}
     known = {**plain.to_dict(), **dict.fromkeys(fields)}
-    return _made(config_class, with_changes(fields, known, changes))
+    return _made(config_class, described.with_changes(fields, known, changes))
 
 
 def _made(config_class: Any, fields: dict[str, Any]) -> Any:
     try:
         return config_class.from_dict(fields)
     except Exception as error:
-        raise _unmade(config_class.__name__, error) from error
-
-
-def _unmade(name: str, error: Exception) -> Mistake:
-    return Mistake(
-        f"{name} can't be made of this config",
-        f"{type(error).__name__}: {error}",
-        "change the config, or fields of it with --set NAME=VALUE",
-    )
+        raise described.unmade(config_class.__name__, error) from error
 
 
 def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, str, str]:
@@ -137,19 +116,17 @@ def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, s
     words = f"batch {batch} of length {length}"
     if model.main_input_name == "pixel_values":
         seen = getattr(config, "vision_config", config)
-        size, channels = _image_size(seen), getattr(seen, "num_channels", 3)
+        size, channels = getattr(seen, "image_size", None) or 224, getattr(seen, "num_channels", 3)
+        size = (size, size) if isinstance(size, int) else tuple(size)
         sample, items, unit = {"pixel_values": torch.zeros(batch, channels, *size)}, batch, "images"
         words = f"batch {batch} of images of {size[0]} x {size[1]}"
     elif model.main_input_name == "input_features":
         frames = 2 * getattr(config, "max_source_positions", _LENGTH)
         sample = {"input_features": torch.zeros(batch, config.num_mel_bins, frames)}
     elif model.main_input_name != "input_ids":
-        raise Mistake(
-            f"a batch for {type(model).__name__} can't be made up",
-            f"it takes {model.main_input_name}",
-            "give a function that makes model and batch: path/file.py:build",
-        )
-    sample = {name: _in_dtype(tensor, model) for name, tensor in sample.items()}
+        raise described.without_batch(model, model.main_input_name)
+    dtype = next(model.parameters()).dtype
+    sample = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
     return sample | _labels(takes, type(model).__name__, ids), items, unit, words
 
 
@@ -162,15 +139,6 @@ def _labels(takes: Any, class_name: str, ids: torch.Tensor) -> dict[str, torch.T
         return {}
     one_label = class_name.endswith("Classification") and "Token" not in class_name
     return {"labels": one_each if one_label else ids.clone()}
-
-
-def _image_size(config: Any) -> tuple[int, int]:
-    size = getattr(config, "image_size", None) or 224
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
-def _in_dtype(tensor: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    return tensor.to(next(model.parameters()).dtype) if tensor.is_floating_point() else tensor
 
 
 def _positions(model: Any, sample: dict[str, torch.Tensor]) -> str:

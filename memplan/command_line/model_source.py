@@ -21,7 +21,14 @@ def described(wanted: Wanted) -> Described:
         fields = _config_of(path)
         if "_class_name" in fields:
             return diffusers_step(str(fields["_class_name"]), fields, wanted)
-        return transformers_step(*_transformers_kind(fields, path), fields, wanted)
+        if not isinstance(fields.get("model_type"), str):
+            raise Mistake(
+                f"{str(path)!r} is no config of transformers or diffusers",
+                "it has neither 'model_type' nor '_class_name'",
+                "give the config.json of a model",
+            )
+        classes = fields.get("architectures") or [None]
+        return transformers_step(fields["model_type"], classes[0], fields, wanted)
     if ":" in wanted.source:
         return built_step(wanted)
     if knows(wanted.source):
@@ -61,15 +68,3 @@ def _config_of(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise Mistake(f"{str(file)!r} is no config", "its JSON is no object", "give the config.json of a model")
     return fields
-
-
-def _transformers_kind(fields: dict[str, Any], path: Path) -> tuple[str, str | None]:
-    """The type and the class that a config names. Raises Mistake."""
-    if not isinstance(fields.get("model_type"), str):
-        raise Mistake(
-            f"{str(path)!r} is no config of transformers or diffusers",
-            "it has neither 'model_type' nor '_class_name'",
-            "give the config.json of a model",
-        )
-    classes = fields.get("architectures") or [None]
-    return fields["model_type"], classes[0]

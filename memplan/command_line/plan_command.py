@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,6 @@ _BAR = 40  # characters of the highest peak
 
 
 def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan plan`."""
     command = commands.add_parser("plan", help="whether a step fits a budget, at which peak and in which time")
     add_step_options(command)
     command.add_argument("--update", choices=("step", "backward"), default="step", help="see docs/offload.md (step)")
@@ -39,7 +38,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
 
 
 def add_explore(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan explore`."""
     command = commands.add_parser("explore", help="the curve of peak against time, from the floor to no plan at all")
     add_step_options(command)
     command.set_defaults(run=_explore)
@@ -67,7 +65,11 @@ def _plan(given: argparse.Namespace) -> Outcome:
     facts |= figures_as_json(plan)
     lines += _figures(plan, rate, asked.step.unit)
     if given.out is not None:
-        _save(plan, given.out)
+        try:
+            plan.save(given.out)
+        except OSError as error:
+            what = f"the plan can't be saved as {str(given.out)!r}"
+            raise Mistake(what, str(error), "give a place to write to") from None
         facts["file"] = str(given.out)
         lines.append(f"saved    {given.out}")
     return Outcome("\n".join(lines), facts)
@@ -115,29 +117,18 @@ def _figures(plan: Plan, rate: float, unit: str) -> list[str]:
     """What a plan comes to, in lines."""
     offload = f"; {format_bytes(plan.offloaded_bytes)} go to the host" if plan.offloaded_bytes else ""
     host = [f"host     {format_bytes(plan.host_bytes)} of its memory"] if plan.host_bytes else []
+    rounded = f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
     floor_time = f", at {format_seconds(plan.floor_time_s)} a step" if plan.knows_floor_time else ""
     return [
         f"fits     peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.problem.budget_bytes or 0)} "
         f"(unplanned {format_bytes(plan.baseline_peak_bytes)})",
         *([f"reserved {plan.reserved_text}"] if plan.problem.requests is not None else []),
-        f"time     {format_seconds(plan.time_s)} a step, {plan.overhead:+.1%} over no plan; "
-        f"{_rounded(rate)} {unit} a second",
+        f"time     {format_seconds(plan.time_s)} a step, {plan.overhead:+.1%} over no plan; {rounded} {unit} a second",
         f"best     at most {plan.gap:.1%} faster is possible in this budget",
         f"how      {len(plan.recomputed)} of {len(plan.problem.graph.ops)} ops run again{offload}",
         *host,
         f"floor    {format_bytes(plan.floor_bytes)} is the least{floor_time}",
     ]
-
-
-def _rounded(rate: float) -> str:
-    return f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
-
-
-def _save(plan: Plan, path: Path) -> None:
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise Mistake(f"the plan can't be saved as {str(path)!r}", str(error), "give a place to write to") from None
 
 
 def _explore(given: argparse.Namespace) -> Outcome:
@@ -150,23 +141,16 @@ def _explore(given: argparse.Namespace) -> Outcome:
     facts = _told(asked) | {
         "fits": bool(taken), "budget_bytes": budget_bytes, "points": [figures_as_json(point) for point in points]
     }  # fmt: skip
-    lines = [_heading(asked), "", *_table(points, taken[-1] if taken else None)]
+    lines = [_heading(asked), "", f"  {'peak':>10}  {'time a step':>11}  {'overhead':>8}"]
+    for point in points:
+        bar = "#" * max(1, round(_BAR * point.peak_bytes / points[-1].peak_bytes))
+        lines.append(
+            f"{'*' if taken and point is taken[-1] else ' '} {format_bytes(point.peak_bytes):>10}  "
+            f"{format_seconds(point.time_s):>11}  {point.overhead:>+8.1%}  {bar}"
+        )
     words = "takes the point marked with *" if taken else "is below the floor"
     lines += ["", f"a budget of {format_bytes(budget_bytes)} {words}"]
     return Outcome("\n".join(lines), facts, DONE if taken else NO_FIT)
-
-
-def _table(points: Sequence[Plan], taken: Plan | None) -> list[str]:
-    """A line for each point, with a bar for its peak."""
-    most = points[-1].peak_bytes
-    lines = [f"  {'peak':>10}  {'time a step':>11}  {'overhead':>8}"]
-    for point in points:
-        bar = "#" * max(1, round(_BAR * point.peak_bytes / most))
-        lines.append(
-            f"{'*' if point is taken else ' '} {format_bytes(point.peak_bytes):>10}  {format_seconds(point.time_s):>11}"
-            f"  {point.overhead:>+8.1%}  {bar}"
-        )
-    return lines
 
 
 def _heading(asked: AskedStep) -> str:

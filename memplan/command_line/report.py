@@ -18,7 +18,6 @@ _FIGURES = (
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `memplan report`."""
     command = commands.add_parser("report", help="what a saved plan promises, recomputes and holds")
     command.add_argument("file", type=Path, help="a plan, from `memplan plan --out` or Plan.save")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")

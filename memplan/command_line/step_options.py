@@ -16,7 +16,6 @@ from memplan.problem.budgets import parsed
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from memplan.command_line.described import Described
 
@@ -36,7 +35,6 @@ class AskedStep:
 
 
 def add_step_options(command: argparse.ArgumentParser) -> None:
-    """Options for the step and the device."""
     step = command.add_argument_group("the step")
     step.add_argument("model", help=_MODEL)
     step.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a field of the config")
@@ -78,7 +76,10 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
             "--kernels fused can't be planned", f"it needs {missing}", "install that, or leave the option out"
         )
     optimizer = optimizer_of(step.model, given.optimizer)
-    device, settings = device_settings(given, card, budget, _main_dtype(step.model))
+    elements: Counter[torch.dtype] = Counter()
+    for parameter in step.model.parameters():
+        elements[parameter.dtype] += parameter.numel()
+    device, settings = device_settings(given, card, budget, elements.most_common(1)[0][0])
     settings |= {
         "loss_fn": step.loss_fn, "optimizer": optimizer, "kernels": given.kernels, "host_budget": host_budget
     }  # fmt: skip
@@ -87,14 +88,6 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
     except (ValueError, TypeError) as error:
         raise Mistake("these options do not go together", str(error), "change what is named there") from None
     return AskedStep(step, device, settings)
-
-
-def _main_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that most of a model's parameters have."""
-    counts: Counter[torch.dtype] = Counter()
-    for parameter in model.parameters():
-        counts[parameter.dtype] += parameter.numel()
-    return counts.most_common(1)[0][0]
 
 
 def _limit(option: str, text: str | None) -> str | None:

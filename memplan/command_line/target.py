@@ -59,19 +59,22 @@ def device_settings(
     """
     import torch
 
+    link = None if given.link is None else Link(given.link, given.link)
     if card is None:
-        settings: dict[str, Any] = {"budget": budget, "costs": "estimate", "device": "cpu"}
-        if given.link is not None:
-            settings["link"] = Link(given.link, given.link)
+        settings = {"budget": budget, "costs": "estimate", "device": "cpu", "link": link}
         return "this machine; seconds are rough estimates for a laptop's CPU (--gpu names a card)", settings
-    roofline, link = card.roofline(single=dtype == torch.float32), card.link
+    roofline, link = card.roofline(single=dtype == torch.float32), link or card.link
     if given.flops is not None:
         roofline = dataclasses.replace(roofline, flops_per_s=given.flops)
     if given.bandwidth is not None:
         roofline = dataclasses.replace(roofline, bytes_per_s=given.bandwidth)
-    if given.link is not None:
-        link = Link(given.link, given.link)
-    memory_bytes = card.memory_bytes if given.gpu_memory is None else _bytes("--gpu-memory", given.gpu_memory)
+    memory_bytes, asked = card.memory_bytes, given.gpu_memory
+    if asked is not None:
+        try:
+            memory_bytes = parse_bytes(asked)
+        except ValueError as error:
+            next_step = "write for example --gpu-memory 24GiB"
+            raise Mistake(f"--gpu-memory {asked!r} is no memory", str(error), next_step) from None
     words = (
         f"{card.name}, {format_bytes(memory_bytes)}, {roofline.flops_per_s / 1e12:.4g} TFLOP/s, "
         f"{roofline.bytes_per_s / 1e9:.4g} GB/s, host {link.to_device_bytes_per_s / 1e9:.3g} GB/s"
@@ -106,13 +109,6 @@ def _own_card() -> Card | None:
     if len(cards) != 1:
         return None
     return dataclasses.replace(cards[0], memory_bytes=math.ceil(automatic_bytes(torch.device("cuda")) / (1 - _RESERVE)))
-
-
-def _bytes(option: str, text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise Mistake(f"{option} {text!r} is no memory", str(error), f"write for example {option} 24GiB") from None
 
 
 def _rate(text: str) -> float:

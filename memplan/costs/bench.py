@@ -240,7 +240,14 @@ class Bench:
         if index in self._not_made_up:
             found = self._computed(kernel)
             real |= {node: t.clone() if kernel.reads[node] in written else t for node, t in found.items()}
-        return _substituted(kernel.args, real), dict(zip(kernel.kwargs, _substituted(kernel.kwargs.values(), real)))
+
+        def given(thing: Any) -> Any:
+            if isinstance(thing, fx.Node):
+                return real[thing]
+            return thing.build() if isinstance(thing, MetaTensor) else thing
+
+        arguments: _Arguments = pytree.tree_map(given, (kernel.args, kernel.kwargs))
+        return arguments
 
     def _computed(self, kernel: Kernel) -> dict[fx.Node, torch.Tensor]:
         """What a kernel reads of parameters, buffers, inputs and what forward computes from them."""
@@ -257,6 +264,10 @@ class Bench:
         return computed(behind, wanted, lambda source: self._tensor(source, False, storages))
 
     def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        """The real tensor of a node, or a made-up one. Tensors that share a storage in the trace share one here.
+
+        Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
+        """
         fake = node.meta["val"]
         root = node
         while root in self.traced.parents:
@@ -269,13 +280,6 @@ class Bench:
                 real = self.resident(source.kind, source.name, source.position)
             if real is not None and real.dtype == fake.dtype and real.device.type == fake.device.type:
                 return private.plain(real).as_strided(fake.shape, fake.stride(), fake.storage_offset())
-        return self._made_up(fake, storages)
-
-    def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-        """A tensor with the layout of `fake`. Tensors that share a storage in the trace share one here.
-
-        Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
-        """
         key = storage_key(fake)
         if key not in storages or storages[key].dtype != fake.dtype:
             device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
@@ -337,21 +341,6 @@ def _seen_anew(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     """The arguments as tensor objects of their own: ops such as `squeeze_` change those that they are given."""
     seen: _Arguments = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
     return seen
-
-
-def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments of a kernel with real tensors in place of the trace's nodes."""
-    found: list[Any] = []
-    for thing in arguments:
-        if isinstance(thing, fx.Node):
-            found.append(real[thing])
-        elif isinstance(thing, MetaTensor):
-            found.append(thing.build())
-        elif isinstance(thing, (list, tuple)):
-            found.append(type(thing)(_substituted(thing, real)))
-        else:
-            found.append(thing)
-    return tuple(found)
 
 
 def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from memplan.capture.analysis.traced import Kernel, Traced
+from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.shards import NetworkSpeed
 from memplan.costs.known_costs import OpFacts
@@ -20,7 +20,12 @@ def estimate(traced: Traced, roofline: Roofline | None = None, network: NetworkS
     roofline, known, found = roofline or Roofline(), facts_without_runs(traced, network), list[OpFacts]()
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
         traffic = sum(traced.graph.values[v].size_bytes for v in (*op.inputs, *op.outputs))
-        compute_s, traffic_s = _flops(kernel) / roofline.flops_per_s, traffic / roofline.bytes_per_s
+        # PyTorch's own table knows matrix products, convolutions and attention. A multiply-add is two operations.
+        count, flops = flop_registry.get(getattr(kernel.target, "overloadpacket", None)), 0.0
+        if count is not None:
+            args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda n: n.meta["val"])
+            flops = float(count(*args, **kwargs, out_val=kernel.node.meta["val"]))
+        compute_s, traffic_s = flops / roofline.flops_per_s, traffic / roofline.bytes_per_s
         found.append(known.get(op.key) or OpFacts(roofline.launch_s + max(compute_s, traffic_s), 0))
     return Costs(tuple(f.time_s for f in found), tuple(f.scratch_bytes for f in found), "estimated")
 
@@ -39,15 +44,3 @@ def facts_without_runs(traced: Traced, network: NetworkSpeed | None) -> dict[str
             whole_bytes = max(sum(values[v].size_bytes for v in side) for side in (op.inputs, op.outputs))
             found[op.key] = OpFacts(network.time_s(op.kind, whole_bytes), 0)
     return found
-
-
-def _flops(kernel: Kernel) -> float:
-    """Floating-point operations, where a multiply-add is two.
-
-    PyTorch's own table knows matrix products, convolutions and attention.
-    """
-    count = flop_registry.get(getattr(kernel.target, "overloadpacket", None))
-    if count is None:
-        return 0.0
-    args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda n: n.meta["val"])
-    return float(count(*args, **kwargs, out_val=kernel.node.meta["val"]))

@@ -102,20 +102,17 @@ class KnownCosts:
             return
         with only_writer(self.name):
             merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
-            facts = {key: _entry(facts) for key, facts in sorted(merged.items())}
-            keep(self.name, json.dumps({"format": _FORMAT, "facts": facts}).encode())
+            entries = dict[str, list[object]]()
+            for key, facts in sorted(merged.items()):
+                recorded = [facts.requests, True] if facts.unsteady else [facts.requests] if facts.requests else []
+                entries[key] = [facts.time_s, facts.scratch_bytes, facts.doubts, facts.process, *recorded]
+            keep(self.name, json.dumps({"format": _FORMAT, "facts": entries}).encode())
 
 
 def agree(times_s: Sequence[float]) -> bool:
     """Whether there is nothing to doubt: of several runs a second one comes near the fastest."""
     time_s, *others = sorted(times_s)
     return not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s)
-
-
-def _entry(facts: OpFacts) -> list[object]:
-    """Facts as they are on disk."""
-    recorded = [facts.requests, True] if facts.unsteady else [facts.requests] if facts.requests else []
-    return [facts.time_s, facts.scratch_bytes, facts.doubts, facts.process, *recorded]
 
 
 def _facts_of(

@@ -57,7 +57,10 @@ def most_library_bytes(device: torch.device) -> int:
 
 
 def _most_workspaces(device: torch.device) -> tuple[int, ...]:
-    return _kept(device) * _THREADS or (workspace_bytes(device),)
+    if kept := _kept(device) * _THREADS:
+        return kept
+    with torch.cuda.device(device):
+        return (allocated_bytes(private.blas_workspace_bytes(), device),)
 
 
 @functools.cache
@@ -65,12 +68,6 @@ def _kept(device: torch.device) -> tuple[int, ...]:
     """Bytes of the workspaces that a thread keeps: of cuBLAS, then of cuBLASLt where it has its own."""
     with private.outside_of_tracing():
         return tuple(allocated_bytes(size, device) for size in private.kept_by_blas(device) if size)
-
-
-def workspace_bytes(device: torch.device) -> int:
-    """Bytes of one workspace of cuBLAS."""
-    with torch.cuda.device(device):
-        return allocated_bytes(private.blas_workspace_bytes(), device)
 
 
 def make_workspaces(device: torch.device) -> None:

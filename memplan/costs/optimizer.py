@@ -151,7 +151,6 @@ class _Example:
         return _EXAMPLE[0] * _EXAMPLE[1] * self.dtype.itemsize
 
     def timed_s(self) -> float:
-        """Seconds that the update takes."""
         twin, best_s = self._twin(), float("inf")
         try:
             for _ in range(4):  # the first makes the state

@@ -8,7 +8,6 @@ compiled group writes over what. This process then loads the code.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,13 +33,6 @@ class FusedKernel:
         return self._call([*tensors])
 
 
-@dataclass(frozen=True, slots=True)
-class NotCompiled:
-    """Groups can't be compiled, or do not give what they should. ops: those of the trace that they are made of."""
-
-    ops: frozenset[int]
-
-
 class GroupCompiler:
     """Compiled groups by key. Keys tell all that the code depends on, so that all steps of a process may share them."""
 
@@ -51,14 +43,10 @@ class GroupCompiler:
     def __len__(self) -> int:
         return len(self._kernels)
 
-    def check(self, device: torch.device) -> None:
-        """Raise ValueError where nothing can be compiled for a device."""
-        missing = private.missing_compiler(device)
-        if missing:
-            raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
-
-    def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None] | NotCompiled:
+    def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None] | frozenset[int]:
         """The kernel of each unit that is a group. Sets their `over` to what is really written over what.
+
+        Where groups can't be compiled, or do not give what they should: the ops of the trace that these are made of.
 
         dry: nothing is compiled, and groups are taken to write over all that they may.
         """
@@ -73,14 +61,10 @@ class GroupCompiler:
                 "%d groups of ops can't be compiled and run as they are: %s",
                 len(failed), self._failed[keys[failed[0]]],
             )  # fmt: skip
-            return NotCompiled(frozenset(place_of_node(node).op for group in failed for node in group.nodes))
-        found: list[FusedKernel | None] = []
-        for unit in units:
-            kernel = None
-            if isinstance(unit, FusedGroup):
-                kernel, unit.over = self._kernels[keys[unit]]
-            found.append(kernel)
-        return found
+            return frozenset(place_of_node(node).op for group in failed for node in group.nodes)
+        for group, key in keys.items():
+            group.over = self._kernels[key][1]
+        return [self._kernels[keys[unit]][0] if isinstance(unit, FusedGroup) else None for unit in units]
 
     def _compile(self, programs: dict[str, GroupProgram]) -> None:
         missing = {k: p for k, p in programs.items() if k not in self._kernels and k not in self._failed}

@@ -15,17 +15,34 @@ _LEAST_BYTES = 4096  # of what is worth it
 
 
 def donate(step: StepGraph, units: Sequence[Unit]) -> None:
-    """Set what each group may write over what."""
+    """Set what each group may write over what: position of an output -> that of the input."""
     donor = _Donor(step, units)
     for position, unit in enumerate(units):
-        if not isinstance(unit, int):
-            unit.over = donor.chosen(unit, position)
+        if isinstance(unit, int):
+            continue
+        unit.over = {}
+        for o, output in enumerate(unit.outputs):
+            if output in donor.kept or bytes_of_node(output) < _LEAST_BYTES:
+                continue
+            for i, given in enumerate(unit.inputs):
+                if i not in unit.over.values() and _fits(given, output) and donor.is_free(given, unit, position):
+                    unit.over[o] = i
+                    break
+
+
+def _fits(given: fx.Node, output: fx.Node) -> bool:
+    a: torch.Tensor = given.meta["val"]
+    b: torch.Tensor = output.meta["val"]
+    whole = a.untyped_storage().nbytes() == bytes_of_node(given) and a.is_contiguous() and b.is_contiguous()
+    return whole and a.dtype == b.dtype and a.numel() == b.numel()
 
 
 class _Donor:
+    """Who reads which memory, and when. kept: what somebody outside of the step holds."""
+
     def __init__(self, step: StepGraph, units: Sequence[Unit]) -> None:
         self._step = step
-        self._kept = kept_outside(step)
+        self.kept = kept_outside(step)
         self._reads = [set(bases_read(step.externs[u])) if isinstance(u, int) else set(u.inputs) for u in units]
         self._makes = [set(step.externs[u].users) if isinstance(u, int) else set(u.outputs) for u in units]
         self._phases = [phase_of_unit(step, unit) for unit in units]
@@ -33,27 +50,9 @@ class _Donor:
         self._readers = Counter(base for reads in self._reads for base in reads)
         self._tensors_of_value = Counter(value for value, _ in step.home.values())
 
-    def chosen(self, group: FusedGroup, position: int) -> dict[int, int]:
-        """Position of an output -> that of the input that it may be written over."""
-        found: dict[int, int] = {}
-        for o, output in enumerate(group.outputs):
-            if output in self._kept or bytes_of_node(output) < _LEAST_BYTES:
-                continue
-            for i, given in enumerate(group.inputs):
-                if i not in found.values() and self._fits(given, output) and self._is_free(given, group, position):
-                    found[o] = i
-                    break
-        return found
-
-    def _fits(self, given: fx.Node, output: fx.Node) -> bool:
-        a: torch.Tensor = given.meta["val"]
-        b: torch.Tensor = output.meta["val"]
-        whole = a.untyped_storage().nbytes() == bytes_of_node(given) and a.is_contiguous() and b.is_contiguous()
-        return whole and a.dtype == b.dtype and a.numel() == b.numel()
-
-    def _is_free(self, given: fx.Node, group: FusedGroup, position: int) -> bool:
+    def is_free(self, given: fx.Node, group: FusedGroup, position: int) -> bool:
         """Whether nobody reads an input of a group once the group has run, in every schedule."""
-        if given in self._kept or self._last[given] != position or node_kind(given) not in ("result", "computed"):
+        if given in self.kept or self._last[given] != position or node_kind(given) not in ("result", "computed"):
             return False
         value = self._step.home.get(given, (None, None))[0]
         if value is not None:
@@ -62,12 +61,10 @@ class _Donor:
                 return False
         if group.phase == "forward":
             return self._readers[given] == 1
-        return place_of_node(given).phase == "backward" or not self._is_needed_later(given, position)
-
-    def _is_needed_later(self, given: fx.Node, position: int) -> bool:
-        """Whether an op after this one reads what forward would make again from a value: that has to be there then."""
-        from_it = {given}
+        if place_of_node(given).phase == "backward":
+            return True
+        from_it = {given}  # what forward would make again from it: who reads that later needs the input, too
         for reads, makes, phase in zip(self._reads, self._makes, self._phases, strict=True):
             if phase == "forward" and reads & from_it:
                 from_it |= makes
-        return any(reads & from_it for reads in self._reads[position + 1 :])
+        return not any(reads & from_it for reads in self._reads[position + 1 :])

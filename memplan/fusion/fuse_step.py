@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
-from memplan.fusion.compile_groups import GroupCompiler, NotCompiled
+from memplan.fusion.compile_groups import GroupCompiler
 from memplan.fusion.donations import donate
 from memplan.fusion.fused_step import fused_step
 from memplan.fusion.fusible import fusible_ops
 from memplan.fusion.group_program import GroupProgram
-from memplan.fusion.groups import FusedGroup, Unit, grouped_units, set_ends, without_dead
+from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
 from memplan.fusion.step_graph import StepGraph, place_of_node
 
@@ -30,8 +30,9 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
     Raises ValueError where there is no compiler, and where what makes random numbers of seeds can't be compiled.
     """
     compiler = _process_compiler if compiler is None else compiler
-    if not dry:
-        compiler.check(traced.device)
+    missing = "" if dry else private.missing_compiler(traced.device)
+    if missing:
+        raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
     while True:
         step = StepGraph(traced, extern)
@@ -44,8 +45,8 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
             extern |= alone
             continue
         kernels = compiler.kernels(units, dry)
-        if isinstance(kernels, NotCompiled):
-            failed = {op for op in kernels.ops if not private.keeps_to_seed(traced.kernels[op].target)}
+        if isinstance(kernels, frozenset):
+            failed = {op for op in kernels if not private.keeps_to_seed(traced.kernels[op].target)}
             if not failed:
                 raise ValueError("random='counter' needs groups that can't be compiled here; leave it out")
             extern |= failed
@@ -58,12 +59,9 @@ def _alone(units: Sequence[Unit]) -> set[int]:
     groups = [unit for unit in units if not isinstance(unit, int)]
     ops_of = [{place_of_node(n).op for n in g.nodes if place_of_node(n).phase == g.phase} for g in groups]
     joined = {op for ops in ops_of if len(ops) > 1 for op in ops}
-    left = [ops for group, ops in zip(groups, ops_of, strict=True) if len(ops) == 1 and not _gains(group)]
-    return set().union(*left) - joined
-
-
-def _gains(group: FusedGroup) -> bool:
-    """Whether one op had better be a group: it writes over what it reads, or keeps to a seed."""
-    if any(private.keeps_to_seed(node.target) for node in group.nodes):
-        return True
-    return bool(group.over) and GroupProgram.of(group).is_pointwise()
+    left = set[int]()
+    for group, ops in zip(groups, ops_of, strict=True):
+        seeded = any(private.keeps_to_seed(node.target) for node in group.nodes)
+        if len(ops) == 1 and not seeded and not (group.over and GroupProgram.of(group).is_pointwise()):
+            left |= ops
+    return left - joined

@@ -82,15 +82,17 @@ class GroupProgram:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
         return torch.device(self.outputs[0].device)
 
     @property
     def key(self) -> str:
         """Equal for programs that are compiled to the same code."""
+        card: tuple[Any, ...] = ()  # on which code depends beside the kind of a device
+        if self.device.type == "cuda":
+            card = torch.cuda.get_device_name(self.device), torch.cuda.get_device_capability(self.device)
         identity = (
             self.steps, self.results, self.inputs, self.outputs, sorted(self.over.items()),
-            sorted(self.options.items()), _card(self.device), torch.__version__, memplan.__version__,
+            sorted(self.options.items()), card, torch.__version__, memplan.__version__,
         )  # fmt: skip
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
 
@@ -166,13 +168,6 @@ def write_record(key: str, over: Mapping[int, int]) -> None:
 def _record(key: str) -> Path:
     """A file in Inductor's cache: records go when the code goes."""
     return Path(private.inductor_cache_dir()) / "memplan" / f"{key}.json"
-
-
-def _card(device: torch.device) -> tuple[Any, ...]:
-    """What code depends on beside the kind of a device."""
-    if device.type != "cuda":
-        return ()
-    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
 def _function_of(name: str) -> Any:

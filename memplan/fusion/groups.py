@@ -96,13 +96,9 @@ class _Grouper:
 
     # -- joining ----------------------------------------------------------------------------------------------------
 
-    def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """The primitives and ops that make what a node reads."""
-        made_by = (b.all_input_nodes[0] if node_kind(b) == "result" else b for b in bases_read(node))
-        return list(dict.fromkeys(n for n in made_by if node_kind(n) in ("computed", "extern")))
-
     def _place(self, node: fx.Node) -> None:
-        sources = self._sources(node)
+        made_by = (b.all_input_nodes[0] if node_kind(b) == "result" else b for b in bases_read(node))
+        sources = list(dict.fromkeys(n for n in made_by if node_kind(n) in ("computed", "extern")))
         if node.target is operator.getitem:  # one result of a primitive that has several
             self._group[node] = self._group[sources[0]]
             self._members[self._group[node]].append(node)

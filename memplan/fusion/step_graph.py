@@ -126,7 +126,15 @@ class StepGraph:
         self._looks: dict[int, dict[fx.Node, fx.Node]] = {}  # by value: node of the trace -> node of this graph
         self._expansions: dict[Any, fx.GraphModule] = {}
         self._place: tuple[Phase, int] = ("forward", -1)
-        self._add_sources()
+        for value, roots in traced.roots.items():
+            facts = traced.graph.values[value]
+            if facts.reuses is not None or not (facts.resident or facts.role == "tangent"):
+                continue
+            resident = [n for n in roots if n in traced.residents] or list(roots)
+            for node in [traced.tangent_nodes[value]] if facts.role == "tangent" else resident:
+                source = self.nodes.placeholder(f"v{value}_{node.name}")
+                source.meta.update(val=node.meta["val"], place=NodePlace("source", *self._place))
+                self._set(value, node, source)
         for index, op in enumerate(traced.graph.ops):
             self._place = (op.phase, index)
             if index in extern or not self._add_fusible(index):
@@ -146,23 +154,6 @@ class StepGraph:
         return looks[node]
 
     # -- building ---------------------------------------------------------------------------------------------------
-
-    def _add_sources(self) -> None:
-        traced = self.traced
-        for value, roots in traced.roots.items():
-            facts = traced.graph.values[value]
-            if facts.reuses is not None:
-                continue
-            if facts.role == "tangent":
-                nodes = [traced.tangent_nodes[value]]
-            elif facts.resident:
-                nodes = [n for n in roots if n in traced.residents] or list(roots)
-            else:
-                continue
-            for node in nodes:
-                source = self.nodes.placeholder(f"v{value}_{node.name}")
-                source.meta.update(val=node.meta["val"], place=NodePlace("source", *self._place))
-                self._set(value, node, source)
 
     def _call(self, target: Any, args: Any, kwargs: Any, val: Any, kind: NodeKind) -> fx.Node:
         node = self.nodes.create_node("call_function", target, args, kwargs)

@@ -45,9 +45,8 @@ def compile_elsewhere(programs: Mapping[str, GroupProgram]) -> dict[str, str]:
                 if worker.job is not None:
                     done += 1
                     show_count("compiling groups", done, len(programs))
-                    if answer != "" and not (
-                        on_gpu and answer and _OUT_OF_MEMORY in answer
-                    ):  # this process may have room
+                    may_fit_here = on_gpu and answer and _OUT_OF_MEMORY in answer  # in this process
+                    if answer != "" and not may_fit_here:
                         failed[worker.job] = answer or "the compiler crashed, or took too long"
                 elif answer != _READY:
                     left = []  # no worker can run here

@@ -12,14 +12,14 @@ from torch import nn
 
 from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused, or_raise
+from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.installed.known_steps import KnownSteps, Mismatches
 from memplan.installed.voice import Voice
 from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
-from memplan.runtime.program.step import EagerStep, PlannedStep, ServingStep
+from memplan.runtime.program.step import EagerStep, PlannedStep, ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.units import format_bytes
@@ -90,15 +90,15 @@ class StepChoice:
         """The step that serves a new call."""
         self._look_for_gradients()
         if self.agreement is None:
-            step = self._known_step(call) or or_raise(self._planned(call))
+            step = self._known_step(call) or step_or_raise(self._planned(call))
         else:
-            step = self._agreed(call, self.agreement, lambda share: or_raise(self._planned(call, share)))
+            step = self._agreed(call, self.agreement, lambda share: step_or_raise(self._planned(call, share)))
         self._tell_of_flight(step, call)
         return step
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:
         """The step that goes on with this call in the place of `before`."""
-        return self.in_place_of(before, self._known_step(call) or or_raise(self._planned(call)))
+        return self.in_place_of(before, self._known_step(call) or step_or_raise(self._planned(call)))
 
     def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], ServingStep]) -> ServingStep:
         """The step that this rank runs, or prepares while other ranks do. plan: makes one where there is none."""
@@ -308,7 +308,7 @@ class StepChoice:
 
         def planned(share: Share | None = None) -> ServingStep:
             with self.planning():
-                return self.add(or_raise(self._new_step(call, (), share, {})))
+                return self.add(step_or_raise(self._new_step(call, (), share, {})))
 
         if self.agreement is None:
             with errors_of_forward():

@@ -23,7 +23,7 @@ from memplan.runtime.program.check import OtherBranch
 from memplan.runtime.program.execute import Gradients
 from memplan.runtime.program.in_flight import InFlight
 from memplan.runtime.program.step import PlannedStep, ServingStep
-from memplan.runtime.program.tangents import TangentLayout
+from memplan.runtime.program.tangents import layouts_of
 from memplan.units import format_bytes
 
 _LEAST_REDUCTION = 0.05  # by how much less a step is planned at least after an out-of-memory error
@@ -98,7 +98,7 @@ class Recovery:
         if backward is None or not step.runner.takes(tangents, None, step.numbers(call)):
             return False
         with self._choice.planning():
-            same = self._choice.planner.is_same(step, call, _layouts(tangents), backward)
+            same = self._choice.planner.is_same(step, call, layouts_of(tangents), backward)
         if same:
             step.runner.backwards.autocasts.add(backward)
         return same
@@ -154,7 +154,7 @@ class Recovery:
 
         may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
         """
-        choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
+        choice, layouts, seen = self._choice, layouts_of(tangents), step.capture.answers
         known = Varying() if step.sized is None else choice.varying(step, call)
         for varying in dict.fromkeys((known or may_vary, Varying())):
             with choice.planning():
@@ -265,7 +265,3 @@ def _islands_repeat(step: ServingStep) -> bool:
     """Whether a forward may run again without a trace in Python that it would not leave in one run."""
     kernels = step.capture.traced.kernels if isinstance(step, PlannedStep) else ()
     return not any(k.target.island.once for k in kernels if isinstance(k.target, IslandKernel))
-
-
-def _layouts(tangents: dict[int, torch.Tensor]) -> dict[int, TangentLayout]:
-    return {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}

@@ -32,7 +32,6 @@ from memplan.planning.settings import Settings
 from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
-from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
@@ -287,7 +286,7 @@ class Capturing:
 def _arriving(traced: Traced) -> dict[int, GradientLayout]:
     """The gradients with which the backward of a step begins, by output."""
     nodes = {i: traced.tangent_nodes[o.tangent] for i, o in enumerate(traced.outputs) if o.tangent is not None}
-    return {i: TangentLayout.of(node.name, node.meta["val"]) for i, node in nodes.items()}
+    return {i: GradientLayout.of(node.meta["val"]) for i, node in nodes.items()}
 
 
 def _is_at_its_sizes(traced: Traced, for_one: Traced) -> bool:

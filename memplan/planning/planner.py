@@ -18,7 +18,7 @@ from memplan.capture.ops.real_results import note_results, once_more_where_resul
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
-from memplan.capture.trace.raw_trace import Answer, Autocast
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
 from memplan.logs import log
@@ -39,8 +39,7 @@ from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.program import Grads, Program
-from memplan.runtime.program.step import PlannedStep, ServingStep
-from memplan.runtime.program.tangents import TangentLayout
+from memplan.runtime.program.step import PlannedStep, ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Share
 
 _Captured = Capture | UnsupportedModel
@@ -151,7 +150,7 @@ class Planner:
                 note_results(way.found, way.unsteady)  # what ops give at other sizes nobody knows
                 found = None
         if share is not None:  # others would not go along with a second try, and would wait for advice
-            return found or or_raise(self._step(sample, known, share))
+            return found or step_or_raise(self._step(sample, known, share))
         found = found or once_more_where_results_differ(self._step)(sample, known, None)
         if isinstance(found, UnsupportedModel) and isinstance(way_of(found), OtherResults):
             found = self._unplanned.step(sample, known, found)
@@ -294,7 +293,7 @@ class Planner:
     def step_for(
         self,
         call: Call,
-        tangents: dict[int, TangentLayout] | None,
+        tangents: dict[int, GradientLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
         known: Sequence[ServingStep],
@@ -324,7 +323,7 @@ class Planner:
         self,
         step: PlannedStep,
         call: Call,
-        tangents: dict[int, TangentLayout],
+        tangents: dict[int, GradientLayout],
         backward: Autocast,
     ) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""

@@ -520,7 +520,7 @@ def test_what_goes_wrong_in_a_step_loses_no_weight(where: str, monkeypatch: pyte
     original = getattr(FakeStreams, name)
     loss = loss_of(call(net, sample)) if where == "backward" else None
     if where == "host memory":
-        planned_forward(net).steps[0].runner.store.transfers.close()  # type: ignore[union-attr]
+        planned_forward(net).steps[0].runner.store.transfers.slabs.clear()  # type: ignore[union-attr]
     monkeypatch.setattr(FakeStreams, name, failing)
     with pytest.raises((Interrupted, MemoryError)):
         call(net, sample) if loss is None else loss.backward()

@@ -128,7 +128,7 @@ def torch_bytes(schedule: Any, parts: Any, stages: Any, budgets: dict[int, int])
     assert isinstance(streams, CountingStreams)
     if streams.host_bytes != plan.host_bytes or transfers.allocations != plan.problem.in_flight:
         return f"{streams.host_bytes} bytes on the host in {transfers.allocations} slabs, planned {plan.host_bytes}"
-    transfers.close()  # so that the meter sees new ones
+    transfers.slabs.clear()  # so that the meter sees new ones
     rank, world = rank_of()
     x, target = torch.randn(MICROBATCHES * ROWS, WIDTH), torch.randn(MICROBATCHES * ROWS, WIDTH)
     tables = (stage.stage.args_recv_info, stage.stage.grad_recv_info)
@@ -230,7 +230,7 @@ def deepspeed_device_bytes(engine_: Any, budget: int) -> str | None:
     plan, transfers = memplan.plan_of(engine_.module), transfers_of(engine_.module)
     assert plan is not None
     assert isinstance(transfers.streams, CountingStreams)
-    transfers.close()  # so that the meter sees new host memory
+    transfers.slabs.clear()  # so that the meter sees new host memory
     parameters = list(engine_.module.parameters())
     batches = iter([(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(MICROBATCHES)])
     meter = DeviceMeter(transfers.streams, 0)

@@ -394,7 +394,7 @@ def test_what_goes_wrong_in_a_step_loses_no_weight(where: str, monkeypatch: pyte
             return original(*arguments)
 
         loss = loss_of(call(net, sample)) if where == "backward" else None
-        transfers_of(net).close()
+        transfers_of(net).slabs.clear()
         with monkeypatch.context() as faulty:
             faulty.setattr(CudaStreams, name, failing)
             with pytest.raises((Interrupted, MemoryError)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,15 +48,17 @@ class Autocast:
         )
 
 
-class GradientLayout(Protocol):
-    """Shape, strides and dtype of a gradient that arrives."""
+@dataclass(frozen=True, slots=True)
+class GradientLayout:
+    """The layout of a gradient that arrives at an output."""
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(gradient: torch.Tensor) -> GradientLayout:
+        return GradientLayout(tuple(gradient.shape), tuple(gradient.stride()), gradient.dtype)
 
 
 def line_of_place(where: str) -> str:

@@ -83,7 +83,6 @@ class StepArena:
 
     @contextlib.contextmanager
     def backward(self, forward: InFlightStep) -> Iterator[None]:
-        """A context for the backward of a forward."""
         if not self._busy.acquire(blocking=False):
             with self._paused():
                 yield
@@ -173,31 +172,28 @@ class StepArena:
             return self._pool.is_of_this_stream
         if not empty:
             return False
+        if self._pool is not None and self._size < size_bytes:
+            self._close()  # its memory goes back first
         try:
-            return self._opened(size_bytes)
+            if self._pool is None:
+                self._pool, self._size = private.MemoryPool(self.device), size_bytes
+                try:
+                    self._start = self._pool.extend(size_bytes + GUARD_BYTES)
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()  # which nobody does for a pool
+                    self._start = self._pool.extend(size_bytes + GUARD_BYTES)
+            else:
+                self._pool.free(self._tail)
+            self._pool.enter()
+            try:
+                first = self._pool.allocate(size_bytes)
+                self._tail = self._pool.allocate(self._size - size_bytes + GUARD_BYTES)
+                self._pool.free(first)
+            finally:
+                self._pool.leave()
         except torch.OutOfMemoryError:
             self._close()
             return False
-
-    def _opened(self, size_bytes: int) -> bool:
-        if self._pool is not None and self._size < size_bytes:
-            self._close()  # its memory goes back first
-        if self._pool is None:
-            self._pool, self._size = private.MemoryPool(self.device), size_bytes
-            try:
-                self._start = self._pool.extend(size_bytes + GUARD_BYTES)
-            except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()  # which nobody does for a pool
-                self._start = self._pool.extend(size_bytes + GUARD_BYTES)
-        else:
-            self._pool.free(self._tail)
-        self._pool.enter()
-        try:
-            first = self._pool.allocate(size_bytes)
-            self._tail = self._pool.allocate(self._size - size_bytes + GUARD_BYTES)
-            self._pool.free(first)
-        finally:
-            self._pool.leave()
         self._open_bytes = size_bytes
         if first != self._start or self._tail != self._start + size_bytes:
             self._close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class FetchedWhereUsed(RealOps):
             own = module._parameters
             if any(p is not None and storage_key(p) in self._host for p in dict.values(own)):
                 self._exchanged.append((module, own))
-                module._parameters = _Fetching(own, self._for_module, self._behind)
+                module._parameters = _Fetching(own, self)
         self._around.enter_context(as_without_modes())
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -81,7 +81,7 @@ class FetchedWhereUsed(RealOps):
                 host.untyped_storage().copy_(tensor.untyped_storage())
         return result
 
-    def _for_module(self, parameter: torch.Tensor) -> torch.Tensor:
+    def for_module(self, parameter: torch.Tensor) -> torch.Tensor:
         """The tensor that a module finds in place of its parameter."""
         if storage_key(parameter) not in self._host or (torch.is_grad_enabled() and parameter.requires_grad):
             return parameter
@@ -91,7 +91,7 @@ class FetchedWhereUsed(RealOps):
         weakref.finalize(storage, self._copies.pop, storage_key(copy), None).atexit = False
         return copy
 
-    def _behind(self, tensor: torch.Tensor) -> torch.Tensor:
+    def behind(self, tensor: torch.Tensor) -> torch.Tensor:
         """The parameter that a tensor is a copy of, else the tensor."""
         return self._copies.get(storage_key(tensor), tensor)
 
@@ -120,21 +120,16 @@ class FetchedWhereUsed(RealOps):
 class _Fetching(dict[str, Any]):
     """A module's parameters. Those on the host are found as copies."""
 
-    def __init__(
-        self,
-        own: dict[str, Any],
-        fetch: Callable[[torch.Tensor], torch.Tensor],
-        behind: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
+    def __init__(self, own: dict[str, Any], copies: FetchedWhereUsed) -> None:
         super().__init__(dict.items(own))
-        self._fetch, self._behind = fetch, behind
+        self._copies = copies
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        return parameter if parameter is None else self._fetch(parameter)
+        return parameter if parameter is None else self._copies.for_module(parameter)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value if value is None else self._behind(value))
+        super().__setitem__(name, value if value is None else self._copies.behind(value))
 
     def items(self) -> Any:
         return ((name, self[name]) for name in [*self])

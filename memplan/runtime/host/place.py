@@ -57,17 +57,15 @@ def materialise(
                     continue
                 if tensor not in made:
                     name = f"{path}.{leaf}" if path else leaf
-                    made[tensor] = _made(name, tensor, init, torch.device("cpu") if name in host else device)
+                    home = torch.device("cpu") if name in host else device
+                    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
+                    with torch.no_grad():
+                        init(name, real)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(real, tensor.requires_grad) if is_parameter else real
                 table[leaf] = made[tensor]
     for group in () if optimizer is None else optimizer.param_groups:
         group["params"] = [made.get(p, p) for p in group["params"]]
-
-
-def _made(name: str, tensor: torch.Tensor, init: Init, home: torch.device) -> torch.Tensor:
-    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
-    with torch.no_grad():
-        init(name, real)
-    return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
 def _moved(tensor: torch.Tensor, home: torch.device, pinned: bool) -> torch.Tensor:

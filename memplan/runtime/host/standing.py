@@ -36,7 +36,6 @@ class Contents:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Contents:
-        """What the parameter holds now."""
         offset, storage = int(parameter.storage_offset()), private.known_storage(parameter)
         return Contents(parameter, parameter._version, storage, offset, _words(parameter))
 
@@ -87,7 +86,6 @@ class Standing:
         return None if found is None else found[1]
 
     def free(self) -> None:
-        """Free all copies."""
         self._copies = {}
 
     def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]], stream: Any) -> None:

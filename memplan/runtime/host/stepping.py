@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class _OnHost:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._count, self._undo = 0, _nothing
+        self._count = 0
+        self._undo: Callable[[], None] = lambda: None
 
     def add(self, model: nn.Module) -> None:
         if model in self._models:
@@ -56,9 +58,6 @@ class _OnHost:
 
     def __bool__(self) -> bool:
         return self._count > 0
-
-
-def _nothing() -> None: ...
 
 
 _models = _OnHost()

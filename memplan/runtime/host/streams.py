@@ -11,7 +11,7 @@ import random
 import threading
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -22,33 +22,15 @@ Direction = Literal["out", "in"]
 _POISON = 0xFF  # NaN in every floating dtype, -1 in signed integers
 
 
-class Streams(Protocol):
-    """Copies that run beside the compute stream, one after the other in each direction."""
-
-    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Begin to copy bytes, once all work that was issued before is done. Gives what `wait` takes."""
-
-    def wait(self, event: Any) -> None:
-        """Let what is computed from here on wait for a copy."""
-
-    def finish(self, event: Any) -> None:
-        """Return when the copy is done."""
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New host memory that copies can use."""
-
-    def computing(self) -> Any:
-        """The compute stream, to be compared with others; None on a CPU."""
-
-
 class CudaStreams:
-    """A stream for each direction of one CUDA device."""
+    """A stream for each direction of one CUDA device. Copies run beside the compute stream, in order in each."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
 
     def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """Begin to copy bytes, once all work that was issued before is done. Gives what `wait` takes."""
         stream = self._streams[direction]
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
@@ -58,15 +40,19 @@ class CudaStreams:
         return event
 
     def wait(self, event: Any) -> None:
+        """Let what is computed from here on wait for a copy."""
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def finish(self, event: Any) -> None:
+        """Return when the copy is done."""
         event.synchronize()
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New host memory that copies can use."""
         return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def computing(self) -> Any:
+        """The compute stream, to be compared with others; None on a CPU."""
         return torch.cuda.current_stream(self.device)
 
 
@@ -144,8 +130,10 @@ class FakeStreams:
                 copy.run()
 
 
+Streams = CudaStreams | FakeStreams
+
+
 def streams_for(device: torch.device) -> Streams:
-    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else FakeStreams()
 
 

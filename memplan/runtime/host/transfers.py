@@ -143,7 +143,6 @@ class Transfers:
             self._kept.pop(id(kept.event), None)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New pinned host memory."""
         memory = self.streams.pinned(size_bytes)
         storage = memory.untyped_storage()
         self._host.add(storage._cdata)
@@ -153,10 +152,6 @@ class Transfers:
     def is_host(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is host memory that `pinned` made."""
         return storage._cdata in self._host
-
-    def close(self) -> None:
-        """Free all pinned memory that no forward is using."""
-        del self.slabs[:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +206,11 @@ def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     """Begin to copy an offloaded value, or a parameter that lives on the host, into new memory on the device."""
-    held = source.data if isinstance(source, Ticket) else _own_bytes(source)
+    if isinstance(source, Ticket):
+        held = source.data
+    else:  # it had a storage of its own when it was planned, and may lie in a larger one by now (vector_to_parameters)
+        start = int(source.storage_offset()) * source.element_size()
+        held = bytes_within(source.detach().untyped_storage(), start, source.nbytes)
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
     ticket = slab.transfers.begin(slab, "in", held, target)
     if isinstance(source, torch.Tensor):
@@ -256,16 +255,6 @@ def viewed_as(
     """A tensor over memory that was copied as bytes. offset: in elements."""
     empty = torch.empty(0, dtype=dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), offset, tuple(size), tuple(stride))
-
-
-def _own_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's memory.
-
-    The parameter had a storage of its own when it was planned, and may lie in a larger one by now
-    (`vector_to_parameters`).
-    """
-    start = int(parameter.storage_offset()) * parameter.element_size()
-    return bytes_within(parameter.detach().untyped_storage(), start, parameter.nbytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

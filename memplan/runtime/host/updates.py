@@ -74,7 +74,6 @@ class UpdatesInBackward:
         self._running: list[Future[None]] | None = None  # None: nobody waits for a thread
 
     def install(self) -> None:
-        """Put the hooks on."""
         if self._handles:
             return
         this = weakref.ref(self)  # hooks of a parameter are out of the garbage collector's sight
@@ -90,7 +89,6 @@ class UpdatesInBackward:
         self._handles.append(self._optimizer.register_step_pre_hook(self._stepped))
 
     def remove(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._updated = [], set()
@@ -143,22 +141,18 @@ class UpdatesInBackward:
         self._updated.add(parameter)
         gradient, parameter.grad = parameter.grad, None
         if self._running is None or parameter not in self.host:
-            if gradient is not None:
-                self.arrived(gradient)
             self._update(parameter, gradient)
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, "memplan-updates")
-        self._running.append(self._worker.submit(self._update_on_host, parameter, gradient))
+        self._running.append(self._worker.submit(self._update, parameter, gradient, beside=True))
 
-    def _update_on_host(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        self.reads_done(parameter)
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor | None, beside: bool = False) -> None:
+        """Do to this parameter what `optimizer.step()` would do. beside: copies may still read the parameter."""
+        if beside:
+            self.reads_done(parameter)
         if gradient is not None:
             self.arrived(gradient)
-        self._update(parameter, gradient)
-
-    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """Do to this parameter what `optimizer.step()` would do."""
         optimizer = self._optimizer
         view = object.__new__(type(optimizer))
         view.__dict__.update(optimizer.__dict__)  # the state is shared

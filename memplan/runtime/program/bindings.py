@@ -33,7 +33,7 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
         return target  # type: ignore[no-any-return]
     key = (target, function, _look(args), _look(kwargs))
     if key not in _KNOWN:
-        args, kwargs = _tensors(args), _tensors(kwargs)
+        args, kwargs = private.pytree.tree_map(_tensor, (args, kwargs))
         with private.without_autocast(), torch.no_grad():
             wanted, found = _arriving(target, args, kwargs), _arriving(function, args, kwargs)
         _KNOWN[key] = function if wanted[0] is target and _same(wanted, found) else target
@@ -70,17 +70,11 @@ def _look(thing: Any) -> Any:
     return type(thing) if isinstance(thing, (int, float)) else thing
 
 
-def _tensors(thing: Any) -> Any:
-    """Arguments with tensors in place of nodes."""
+def _tensor(thing: Any) -> Any:
+    """The tensor in the place of a node, or of what stands for a layout."""
     if isinstance(thing, MetaTensor):
         return thing.build()
-    if isinstance(thing, fx.Node):
-        return thing.meta["val"]
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(map(_tensors, thing))
-    if isinstance(thing, dict):
-        return {name: _tensors(value) for name, value in thing.items()}
-    return thing
+    return thing.meta["val"] if isinstance(thing, fx.Node) else thing
 
 
 class _Gate(private.TorchDispatchMode):

@@ -24,6 +24,7 @@ from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of
 from memplan.errors import PlanMismatch
 
+_IGNORED = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}  # attributes
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -78,7 +79,10 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **
     static, given, before = arguments.static, arguments.given, list[Any]()
 
     def run(*tensors: torch.Tensor) -> Any:
-        before.append(_state_of(module))
+        # Modes and plain attributes of the module and those in it, and which parameters get gradients.
+        tables = [vars(m) for m in module.modules()]
+        attributes = [(k, v) for table in tables for k, v in table.items() if k not in _IGNORED and is_plain(v)]
+        before.append([*attributes, *(p.requires_grad for p in module.parameters())])
         if before[0] != before[-1]:
             raise PlanMismatch(
                 f"modes or attributes of a {type(module).__name__} have changed since its forward, and it runs again "
@@ -89,10 +93,3 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **
             return forward(*own_args, **own_kwargs)
 
     return checkpoint(run, *arguments.tensors, use_reentrant=False)
-
-
-def _state_of(module: nn.Module) -> list[Any]:
-    """Modes and plain attributes of a module and those in it, and which parameters get gradients."""
-    ignored = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}
-    attributes = [(k, v) for m in module.modules() for k, v in vars(m).items() if k not in ignored and is_plain(v)]
-    return [*attributes, *(p.requires_grad for p in module.parameters())]

@@ -32,7 +32,6 @@ class Collectives:
 
     @staticmethod
     def of(events: Iterable[str]) -> Collectives:
-        """The signature of events in this order."""
         events = tuple(events)
         return Collectives(events, hashlib.sha256("\n".join(events).encode()).digest()[:8])
 

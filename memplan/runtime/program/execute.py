@@ -17,21 +17,22 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.ops.island import Island
-from memplan.capture.ops.sizes import Numbers, Sizes
+from memplan.capture.capture import Capture
+from memplan.capture.ops.island_ops import IslandKernel
+from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import OtherResults, way_of
-from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 from memplan.errors import PlanMismatch
-from memplan.problem.schedule import Schedule
-from memplan.problem.steering import Steering
+from memplan.plans.plan import Plan
 from memplan.runtime.program.check import OtherBranch, run_checked
 from memplan.runtime.program.cuda_graphs import refuse_capture
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
+from memplan.runtime.program.lower import lower
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.rng import held_rng, restore_held_rng
-from memplan.runtime.program.tangents import Backwards, TangentLayout
+from memplan.runtime.program.tangents import Backwards, PlannedTangent, layouts_of
 from memplan.runtime.watch.observe import Observer
 
 Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
@@ -39,68 +40,66 @@ Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
-    """A program, with the model whose parameters it reads.
+    """A plan as programs, with the model whose parameters they read.
 
-    - program, backwards: the program, and its backward programs. They are lowered when they are first needed.
+    - outputs: of the model.
+    - store: parameters and buffers.
+    - trainable: the parameters that are inputs of the Function, under grads="edges".
+    - unlike: calls that run as they are, and would give something else in a second run.
+    - before_backward: see `attend`.
+    - watch: looks at the first steps.
+    - arrived: the gradients with which the latest backward started.
+    - unchecked: programs whose results are compared with the traced ones in their first run.
+    - waiting: forwards, for their backward.
     """
 
     def __init__(
         self,
-        lowered: Callable[[], tuple[Program, Backwards]],
+        capture: Capture,
+        programs: Callable[[], tuple[Program, ...]],
+        plan: Plan,
         store: ParameterStore,
         trainable: tuple[str, ...],
-        outputs: Outputs,
-        device: torch.device,
-        draws: bool,
-        written: Written,
-        decisions: tuple[int, ...] = (),
-        sizes: Sizes | None = None,
-        checked: Callable[[], Program] | None = None,
-        steering: Steering | None = None,
-        islands: Sequence[Island] = (),
-        schedule: Schedule = (),
     ) -> None:
-        """Prepare to run a program.
-
-        - lowered: gives the program, and its backward programs.
-        - trainable: the parameters that are inputs of the Function, under grads="edges".
-        - draws: forward advances the generator.
-        - written: buffers and inputs that forward writes to.
-        - decisions: outputs that tell which branches forward takes.
-        - sizes: of the step; None where it is for one size.
-        - checked: gives the program with checks of its results, for the first run at each size.
-        - steering: leads the step through the model's arena, at the planned sizes.
-        - islands: of forward.
-        - schedule: what the program does.
-        """
-        self._lowered = lowered
+        """Prepare to run a plan of a capture. programs: gives the plan, lowered, when it is first needed."""
+        self._capture, self._programs, self._plan = capture, programs, plan
+        self.store, self.trainable = store, trainable
+        self._traced = traced = capture.traced
+        self.outputs, self.written, self.device = Outputs.of(traced), Written.of(traced), traced.device
+        self._sizes, self._steering = traced.sizes, plan.steering
+        self._draws = any(op.random for op in traced.graph.ops[: traced.graph.boundary])
+        self._decisions = tuple(decision.output for decision in traced.decisions)  # outputs that say which branches
+        kernels = [kernel.target for kernel in traced.kernels if isinstance(kernel.target, IslandKernel)]
+        islands = [kernel.island for kernel in kernels if kernel.forward]
         self._once = [island for island in islands if island.once]
         self.unlike = [island.title for island in islands if not island.alike]
-        self._sizes, self._checked, self._steering, self._schedule = sizes, checked, steering, schedule
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
-        self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
-        self.store = store
-        self.trainable = trainable
+        self._known_sizes = set() if self._sizes is None else {self._sizes.here}  # at which results are as traced
         self._rescue: Rescue | None = None
         self.before_backward: Callable[[bool], None] | None = None
         self.watch: Observer | None = None
-        self.arrived: dict[int, TangentLayout] | None = None  # with which the latest backward started
+        self.arrived: dict[int, GradientLayout] | None = None
         self.unchecked: set[fx.GraphModule] = set()
-        self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
+        self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
         self._keeps_buffers = False
-        self.written, self._adds = written, bool(written.in_backward)
-        self.device, self._draws = device, draws
-        self.anchor = torch.empty(0, requires_grad=True, device=device)
-        self.outputs = outputs
-        self._decisions = decisions
+        self._adds = bool(self.written.in_backward)
+        self.anchor = torch.empty(0, requires_grad=True, device=self.device)
 
     @functools.cached_property
     def program(self) -> Program:
-        return self._lowered()[0]
+        return self._programs()[0]
 
     @functools.cached_property
     def backwards(self) -> Backwards:
-        return self._lowered()[1]
+        """The backward programs, of which the second is for gradients of another layout."""
+        variants = [traced for traced in (self._traced, self._capture.expanded) if traced is not None]
+        pairs = [(PlannedTangent.all_of(v), p.backward) for v, p in zip(variants, self._programs())]
+        return Backwards(pairs, self.outputs.names, self._capture.backward)
+
+    @functools.cached_property
+    def _checked(self) -> Program:
+        """The program with checks of its results, for the first run at each size."""
+        return lower(self._plan.schedule, self._traced, self.program.grads, checks=True, steering=self._steering)
 
     @functools.cached_property
     def _constants(self) -> tuple[dict[str, torch.Tensor], ...]:
@@ -163,14 +162,15 @@ class Runner:
         return self.outputs.as_dtensors(outputs)
 
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
-        refuse_capture(self._schedule, self.store, self.device)
+        refuse_capture(self._plan.schedule, self.store, self.device)
         self.store.begin(self._constants[0])
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
-            assert self._checked is not None
-            program = self._checked()  # compares its results with the trace
-        start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
+            program = self._checked
+        if id(program) not in self._numbers_of:
+            self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
+        start, sizes = self._start(inputs, program), self._numbers_of[id(program)](numbers)
         may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         try:
@@ -205,18 +205,11 @@ class Runner:
         return outputs, waiting
 
     def _in_arena(self, numbers: Numbers) -> contextlib.AbstractContextManager[None]:
-        """A context for a forward at these sizes."""
         if self._steering is None:
             return contextlib.nullcontext()
         steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
         gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
         return self.store.arena.forward(steering, gradients)
-
-    def _evaluate(self, program: Program, numbers: Numbers) -> tuple[Any, ...]:
-        """The numbers that a program takes."""
-        if id(program) not in self._numbers_of:
-            self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
-        return self._numbers_of[id(program)](numbers)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises PlanMismatch where it was made for others.
@@ -267,7 +260,7 @@ class Runner:
         state.surfacing = False
         self.store.end(state.way, self._constants[0])
         self._known_sizes.add(state.numbers)
-        self.arrived = self.backwards.layouts(tangents)
+        self.arrived = layouts_of(tangents)
         self.store.transfers.all_reads_done()
         keys: list[int | str] = [*self.program.input_gradients, *self.program.parameter_gradients]
         found = zip(keys, results, strict=True)

@@ -171,7 +171,6 @@ class InFlight:
     spent: bool = False
 
     def spend(self) -> None:
-        """Let go of what is saved."""
         self.saved.clear()
         self.spent = True
 

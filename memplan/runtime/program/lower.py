@@ -71,11 +71,7 @@ def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tens
 
 
 def lower(
-    schedule: Schedule,
-    traced: Traced,
-    grads: Grads = "surface",
-    checks: bool = False,
-    steering: Steering | None = None,
+    schedule: Schedule, traced: Traced, grads: Grads = "surface", checks: bool = False, steering: Steering | None = None
 ) -> Program:
     """Write `schedule` as a program. The schedule must have passed `simulate`.
 
@@ -124,7 +120,10 @@ class _Lowering(ProgramNodes):
                 case Compute(op):
                     self._compute(op, self._dead_after(index))
                 case Drop(value):
-                    self._drop(value)
+                    self._arrive(value)
+                    self.live.pop(value, None)  # an output that nobody reads was never bound
+                    if self._is_sharded(value):
+                        self.side.call(release, (self._the_gathers(), self._parameter(value)))
                 case SaveRng(op):
                     keep = held_rng if self._replaying(op)[0] is replay_all else save_rng
                     self.rng[op] = self.side.call(keep, (self._replaying(op)[1],))
@@ -270,12 +269,6 @@ class _Lowering(ProgramNodes):
                 fresh.add(value)
         return fresh
 
-    def _drop(self, value: int) -> None:
-        self._arrive(value)
-        self.live.pop(value, None)  # an output that nobody reads was never bound
-        if self._is_sharded(value):
-            self.side.call(release, (self._the_gathers(), self._parameter(value)))
-
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def _the_slab(self) -> fx.Node:
@@ -333,17 +326,6 @@ class _Lowering(ProgramNodes):
             self.awaited.remove(value)
             self._wait(value)
 
-    def _leave(self) -> None:
-        """Hand what stays to the next step."""
-        copies = []
-        for value in self.staying:
-            self._arrive(value)
-            instance = self.live[value]
-            copies.append(self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
-        if copies:
-            began = tuple(self.carry(node) for node in self.staying.values())
-            self.side.call(leave, (self._the_slab(), began, tuple(copies)))
-
     def _wait(self, value: int) -> None:
         if value in self.started:
             self.side.call(complete, (self.side.store, *self.started.pop(value)))
@@ -354,31 +336,15 @@ class _Lowering(ProgramNodes):
             self.live[value] = dict.fromkeys(self.traced.roots[value], whole)
             return
         slab = self._the_slab()
-        if value in self.fetches:
-            self._see_copy(value, self.side.call(wait, (slab, self.carry(self.fetches.pop(value)))))
-        else:
+        if value not in self.fetches:
             self.host_copies[value] = self.carry(self.host_copies[value])
             self.side.call(wait, (slab, self.host_copies[value]))
-
-    def _see_copy(self, value: int, memory: fx.Node) -> None:
-        """Bind a value to memory that holds a copy of it."""
+            return
+        memory = self.side.call(wait, (slab, self.carry(self.fetches.pop(value))))
         self.live[value] = instance = {}
         for root in self.traced.roots[value]:
             layout = (root.meta["val"].dtype, *self.layout(root))
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
-
-    def _see_on_host(self, value: int) -> None:
-        """Bind a gradient to its copy on the host, with the strides that its kernel gave it.
-
-        In dimensions of one element, the trace may have other strides.
-        """
-        roots = self.traced.roots[value]
-        self.live[value] = instance = {}
-        for root in roots:
-            shape, stride, offset = self.layout(root)
-            layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
-            arguments = (self._the_slab(), self.host_copies[value], *layout)
-            instance[root] = self.side.call(on_host, arguments, name=root.name)
 
     def _cross_boundary(self) -> None:
         for output in self.traced.outputs:
@@ -396,8 +362,14 @@ class _Lowering(ProgramNodes):
     def _surface(self, values: tuple[int, ...]) -> None:
         names, tensors = [], []
         for value in values:
-            if self.graph.values[value].home == "host":
-                self._see_on_host(value)
+            if self.graph.values[value].home == "host":  # a copy with the strides that the kernel gave
+                roots = self.traced.roots[value]
+                self.live[value] = instance = {}
+                for root in roots:  # in dimensions of one element, the trace may have other strides
+                    shape, stride, offset = self.layout(root)
+                    layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
+                    arguments = (self._the_slab(), self.host_copies[value], *layout)
+                    instance[root] = self.side.call(on_host, arguments, name=root.name)
             for name, node in self.gradients[value].nodes:
                 kind, _, parameter = name.partition(" ")
                 if kind == "parameter":
@@ -410,14 +382,23 @@ class _Lowering(ProgramNodes):
             self.side.call(surface_grads, (self.sink, tuple(names), tuple(tensors)))
 
     def _finish(self) -> Program:
-        self._leave()
+        copies = []
+        for value in self.staying:  # which the next step gets
+            self._arrive(value)
+            instance = self.live[value]
+            copies.append(self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
+        if copies:
+            began = tuple(self.carry(node) for node in self.staying.values())
+            self.side.call(leave, (self._the_slab(), began, tuple(copies)))
         positions, results = [], []
         for gradient in self.traced.gradients:
             for name, node in gradient.nodes:
                 kind, _, input_name = name.partition(" ")
                 if kind == "input":
                     results.append(self.tensor(node, gradient.value))
-                    positions.append(self._input_position(input_name))
+                    sources = (r for r in self.traced.residents.values() if r.kind == "input")
+                    positions.append(next(r.position for r in sources if r.name == input_name))
+        with_gradient = [name for gradient in self.traced.gradients for name in gradient.parameters]
         saved = list(self.carried)
         return Program(
             forward=self.forward.module([*self.outputs, *saved], "Forward"),
@@ -425,7 +406,7 @@ class _Lowering(ProgramNodes):
             forward_inputs=tuple(self.inputs),
             sizes=tuple(self.expressions),
             backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
-            backward_state=tuple(dict.fromkeys([*self.backward.state_names, *self._parameters_with_gradient()])),
+            backward_state=tuple(dict.fromkeys([*self.backward.state_names, *with_gradient])),
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
             input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
             output_count=len(self.outputs),
@@ -435,9 +416,3 @@ class _Lowering(ProgramNodes):
             collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
             staying=tuple(map(self._parameter, self.staying)),
         )
-
-    def _parameters_with_gradient(self) -> list[str]:
-        return [name for gradient in self.traced.gradients for name in gradient.parameters]
-
-    def _input_position(self, name: str) -> int:
-        return next(r.position for r in self.traced.residents.values() if r.kind == "input" and r.name == name)

@@ -81,10 +81,6 @@ class ParameterStore:
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
 
-    def get(self, name: str, default: torch.Tensor) -> torch.Tensor | None:
-        """The tensor called `name`; `default` where the store has none of that name."""
-        return self[name] if name in self._homes else default
-
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         home, leaf = self._homes[name]
         home[leaf] = tensor
@@ -142,7 +138,8 @@ class ParameterStore:
             return
         # Autograd skips what was frozen since forward, too, and runs last what it saw first.
         parameters, gradients = zip(*reversed(pairs), strict=True)
-        with self._accepting(parameters):
+        own = [] if self.gathers is None else [p for p in parameters if isinstance(p, nn.Parameter)]
+        with contextlib.nullcontext() if self.gathers is None else self.gathers.shards.accepting(own):
             with torch.enable_grad():
                 leaves = list(map(_leaf, parameters, gradients))
             private.run_backward(leaves, gradients)
@@ -155,12 +152,6 @@ class ParameterStore:
         parameter.grad = gradient.detach()
         for hook in hooks:
             hook(parameter)
-
-    def _accepting(self, parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-        """A context in which parameters have the shapes of their gradients."""
-        if self.gathers is None:
-            return contextlib.nullcontext()
-        return self.gathers.shards.accepting([p for p in parameters if isinstance(p, nn.Parameter)])
 
 
 def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -181,14 +172,12 @@ def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def _leaf(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A view of a parameter, because autograd copies a gradient that is given for the leaf itself."""
-    if 1 in gradient.shape and not _keeps_strides(gradient):
+    keeps_strides = 1 not in gradient.shape  # in dimensions of size 1 a view has strides of its own
+    if not keeps_strides and private.is_ordinary(gradient):
+        keeps_strides = gradient.view(gradient.shape).stride() == gradient.stride()
+    if not keeps_strides:
         return _SameGradient.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
     return parameter.view_as(parameter)
-
-
-def _keeps_strides(tensor: torch.Tensor) -> bool:
-    """Whether a view in its own shape has its strides. In dimensions of size 1 a view has strides of its own."""
-    return private.is_ordinary(tensor) and tensor.view(tensor.shape).stride() == tensor.stride()
 
 
 class _SameGradient(torch.autograd.Function):

@@ -109,7 +109,6 @@ class ProgramNodes:
         return shape, stride, offset
 
     def number(self, expression: Expression) -> fx.Node:
-        """The program's number for an expression."""
         if expression not in self.expressions:
             self.expressions.append(expression)
         place = self.expressions.index(expression)

@@ -37,7 +37,9 @@ class SizedPlan:
         self.planned, self.numbers = planned, sizes.here
         self._sizes, self._problem_at = sizes, problem_at
         self._offloads = any(isinstance(step, Offload) for step in planned.schedule)
-        values = _in_terms_of_first(planned.problem, sizes.values)
+        values: list[Size] = []
+        for value, size in zip(planned.problem.graph.values, sizes.values, strict=True):
+            values.append(size if value.reuses is None else values[value.reuses])  # whose size may be written otherwise
         self._kinds = tuple(dict.fromkeys(size for size in values if not isinstance(size, int)))
         self._planned_bytes = self._bytes_of_kinds(sizes.here)
         self._held = _held(planned.problem, planned.schedule, values, self._kinds)
@@ -95,14 +97,6 @@ class SizedPlan:
 
     def _bytes_of_kinds(self, numbers: Numbers) -> Any:
         return np.array(self._sizes.bytes_of(self._kinds, numbers), dtype=np.int64)
-
-
-def _in_terms_of_first(problem: Problem, sizes: Sequence[Size]) -> list[Size]:
-    """Sizes of values, where a value in the memory of another has the other's, which may be written otherwise."""
-    found: list[Size] = []
-    for value, size in zip(problem.graph.values, sizes, strict=True):
-        found.append(size if value.reuses is None else found[value.reuses])
-    return found
 
 
 def _held(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Sequence[Size]) -> tuple[Any, Any, Any]:

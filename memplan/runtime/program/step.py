@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -16,81 +16,29 @@ from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import Capture
 from memplan.capture.guards import OtherRead
 from memplan.capture.key import ModesKey, StepKey
-from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout
+from memplan.errors import MemplanError, Refused
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.gathers import Gathers
-from memplan.runtime.program.in_flight import Written
-from memplan.runtime.program.lower import lower
-from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.sized_plan import SizedPlan
-from memplan.runtime.program.tangents import Backwards, PlannedTangent
 
 _BYTES_A_NODE = 4500  # of host memory that a step takes for each node of its trace, measured on a GPT-2
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
-
-
-class ServingStep(Protocol):
-    """A step that serves one kind of call of a model."""
-
-    @property
-    def plan(self) -> Plan | None: ...
-    @property
-    def provisional(self) -> bool: ...
-    @property
-    def collectives(self) -> Collectives: ...
-    @property
-    def sized(self) -> SizedPlan | None: ...
-    @property
-    def others(self) -> tuple[PlannedStep, ...]: ...
-    @property
-    def kind(self) -> int:
-        """A number that is the same for all steps of one capture."""
-        ...
-
-    @property
-    def kept_bytes(self) -> int:
-        """About how much host memory the step takes."""
-        ...
-
-    def peak_bytes(self, call: Call) -> int | None:
-        """The peak in a call that the step serves. None where nobody knows it."""
-        ...
-
-    def let_go(self) -> None:
-        """Free what the step has left on the device for the next one."""
-        ...
-
-    def mismatch(self, call: Call) -> str | None: ...
-    def settle(self, model: nn.Module) -> None: ...
-    def run(self, call: Call) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Lowered:
-    """A plan as programs, with their collectives. A second program serves gradients of another layout."""
-
-    programs: tuple[Program, ...]
-    collectives: Collectives
-
-    @staticmethod
-    def of(programs: tuple[Program, ...]) -> Lowered:
-        events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
-        return Lowered(programs, Collectives.of(event for of_program in events for event in of_program))
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
     """One plan of a model for one kind of call.
 
-    - lowered: gives the plan as programs, which are made when they are first needed.
+    - lowered: gives the plan as programs, which are made when they are first needed, with their collectives. A second
+      program serves gradients of another layout.
     - key: tells which calls the step serves.
     - provisional: found in a hurry; planned in full when such a call comes again.
     - sized: the plan at other sizes, where the step serves those too.
@@ -99,7 +47,7 @@ class PlannedStep:
 
     planned: Plan
     capture: Capture
-    lowered: Callable[[], Lowered]
+    lowered: Callable[[], tuple[tuple[Program, ...], Collectives]]
     key: StepKey
     runner: Runner
     provisional: bool = False
@@ -122,19 +70,29 @@ class PlannedStep:
         programs: gives the plan, lowered.
         """
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        lowered = functools.cache(lambda: Lowered.of(programs()))
-        runner = _runner(model, capture, lambda: lowered().programs, grads, plan, gathers)
+
+        @functools.cache
+        def lowered() -> tuple[tuple[Program, ...], Collectives]:
+            made = programs()
+            events = dict.fromkeys(p.collectives for p in made)  # most often those of one are those of the other
+            return made, Collectives.of(event for of_program in events for event in of_program)
+
+        traced, trainable = capture.traced, tuple(n for n, p in model.named_parameters() if p.requires_grad)
+        names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
+        store = ParameterStore(model, names, traced.device, gathers, traced.specs)
+        inputs = trainable if grads == "edges" else ()
+        runner = Runner(capture, lambda: lowered()[0], plan, store, inputs)
         if plan.problem.costs.source != "measured":  # some ops have not run here
             runner.check_first_runs()
         return PlannedStep(plan, capture, lowered, capture.key, runner, provisional, sized)
 
     @property
     def programs(self) -> tuple[Program, ...]:
-        return self.lowered().programs
+        return self.lowered()[0]
 
     @property
     def collectives(self) -> Collectives:
-        return self.lowered().collectives
+        return self.lowered()[1]
 
     @property
     def plan(self) -> Plan:
@@ -152,10 +110,12 @@ class PlannedStep:
 
     @property
     def kind(self) -> int:
+        """A number that is the same for all steps of one capture."""
         return id(self.key.arguments)
 
     @property
     def kept_bytes(self) -> int:
+        """About how much host memory the step takes."""
         traced = self.capture.traced
         return len(traced.fx_graph.nodes) * _BYTES_A_NODE + sum(c.nbytes for c in traced.constants.values())
 
@@ -242,13 +202,8 @@ class EagerStep:
 
     @staticmethod
     def of(
-        model: nn.Module,
-        forward: Callable[..., Any],
-        call: Call,
-        device_type: str,
-        checkpointed: tuple[str, ...] = (),
+        model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str, checkpointed: tuple[str, ...] = ()
     ) -> EagerStep:
-        """The step for calls like this one."""
         forward = checkpointing(model, checkpointed, forward)
         return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
 
@@ -270,40 +225,14 @@ class EagerStep:
         """Does nothing: an eager forward sets all by itself."""
 
     def run(self, call: Call) -> Any:
-        """What the model's forward returns."""
         return self.forward(*call.variadic, **call.arguments)
 
 
-def _runner(
-    model: nn.Module,
-    capture: Capture,
-    programs: Callable[[], tuple[Program, ...]],
-    grads: Grads,
-    plan: Plan,
-    gathers: Gathers | None = None,
-) -> Runner:
-    traced = capture.traced
-    variants = [v for v in (traced, capture.expanded) if v is not None]
-    trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
-    names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
-    outputs = Outputs.of(traced)
+ServingStep = PlannedStep | EagerStep  # serves one kind of call of a model
 
-    def lowered() -> tuple[Program, Backwards]:
-        pairs = [(PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs())]
-        return programs()[0], Backwards(pairs, outputs.names, capture.backward)
 
-    return Runner(
-        lowered=functools.cache(lowered),
-        store=ParameterStore(model, names, traced.device, gathers, traced.specs),
-        trainable=trainable if grads == "edges" else (),
-        outputs=outputs,
-        device=traced.device,
-        draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
-        written=Written.of(traced),
-        decisions=tuple(decision.output for decision in traced.decisions),
-        sizes=traced.sizes,
-        checked=functools.cache(lambda: lower(plan.schedule, traced, grads, checks=True, steering=plan.steering)),
-        steering=plan.steering,
-        schedule=plan.schedule,
-        islands=[k.target.island for k in traced.kernels if isinstance(k.target, IslandKernel) and k.target.forward],
-    )
+def step_or_raise(found: ServingStep | Refused) -> ServingStep:
+    """`or_raise` for either kind of step."""
+    if isinstance(found, MemplanError):
+        raise found
+    return found

@@ -11,21 +11,12 @@ from torch import fx
 
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.sizes import Evaluation, Numbers, TensorSizes, expressions_in
-from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 
 
-@dataclass(frozen=True, slots=True)
-class TangentLayout:
-    """The layout of the gradient that arrives for one output, as backward was captured for it."""
-
-    output: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(output: str, tangent: torch.Tensor) -> TangentLayout:
-        return TangentLayout(output, tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype)
+def layouts_of(tangents: Mapping[int, torch.Tensor]) -> dict[int, GradientLayout]:
+    """The layouts of gradients that have arrived, by position of their output."""
+    return {index: GradientLayout.of(tangent) for index, tangent in tangents.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,29 +27,23 @@ class PlannedTangent:
     - sizes, values: what it is at others, and what computes that; None where it does not vary.
     """
 
-    layout: TangentLayout
+    layout: GradientLayout
     sizes: TensorSizes | None = None
     values: Evaluation | None = None
 
     @staticmethod
-    def all_of(traced: Traced, names: Sequence[str]) -> dict[int, PlannedTangent]:
-        """By position of the output, for outputs that backward starts from. names: of all outputs."""
+    def all_of(traced: Traced) -> dict[int, PlannedTangent]:
+        """By position of the output, for outputs that backward starts from."""
         found = {}
         for index, output in enumerate(traced.outputs):
             if output.tangent is not None:
                 node = traced.tangent_nodes[output.tangent]
                 (size,) = (None,) if traced.sizes is None else traced.sizes.results.get(node.name, (None,))
                 values = None if size is None else Evaluation(expressions_in(size))
-                found[index] = PlannedTangent(TangentLayout.of(names[index], node.meta["val"]), size, values)
+                found[index] = PlannedTangent(GradientLayout.of(node.meta["val"]), size, values)
         return found
 
-    @property
-    def output(self) -> str:
-        """The output's name."""
-        return self.layout.output
-
-    def at(self, numbers: Numbers) -> TangentLayout:
-        """The layout at these numbers."""
+    def at(self, numbers: Numbers) -> GradientLayout:
         if self.sizes is None or self.values is None:
             return self.layout
         value = self.values.at(numbers)
@@ -83,10 +68,6 @@ class Backwards:
         self._first = self._all[0][0]
         self.programs = [program for _, program in self._all]
 
-    def layouts(self, tangents: Mapping[int, torch.Tensor]) -> dict[int, TangentLayout]:
-        """The layouts of gradients that have arrived, by position of their output."""
-        return {i: TangentLayout.of(self._outputs[i], t) for i, t in tangents.items()}
-
     def program_for(
         self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers
     ) -> fx.GraphModule | str:
@@ -103,21 +84,21 @@ class Backwards:
         for index in tangents.keys() - self._first.keys():
             return (
                 f"backward reached output {self._outputs[index]}, but the plan starts backward from "
-                f"{', '.join(x.output for x in self._first.values())} alone. Put the whole loss inside with loss_fn="
+                f"{', '.join(self._outputs[i] for i in self._first)} alone. Put the whole loss inside with loss_fn="
             )
         for index in self._first.keys() - tangents.keys():
             return (
-                f"backward did not reach output {self._first[index].output}, but the plan starts backward from it. "
+                f"backward did not reach output {self._outputs[index]}, but the plan starts backward from it. "
                 "Put the loss inside with loss_fn="
             )
-        layouts = self.layouts(tangents)
+        layouts = layouts_of(tangents)
         planned = [{i: layout.at(numbers) for i, layout in of_one.items()} for of_one, _ in self._all]
         for expected, (_, program) in zip(planned, self._all, strict=True):
             if layouts == expected:
                 return program
         index = next(i for i in layouts if layouts[i] != planned[0][i])
         return (
-            f"the gradient of output {layouts[index].output} arrives with strides {layouts[index].stride} and dtype "
+            f"the gradient of output {self._outputs[index]} arrives with strides {layouts[index].stride} and dtype "
             f"{layouts[index].dtype}, but was planned with strides {planned[0][index].stride} and "
             f"{planned[0][index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
         )

@@ -100,7 +100,6 @@ class IslandRuns(private.RealOps):
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """A context for the run."""
         exchanged, known = calls_exchanged(self._model, self._callables, self._call), KnownGenerators(self._model)
         with private.functions_applied_by(self._apply), exchanged, self._memory, known, self:
             yield
@@ -189,8 +188,7 @@ class IslandRuns(private.RealOps):
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, python_before = held_rng(self._device), python_generators()
         autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
-        of_buffers = () if instance is None else map(id, instance.buffers())
-        buffers = frozenset(of_buffers)
+        buffers = frozenset(() if instance is None else map(id, instance.buffers()))
         island = Island(
             name=f"{name} {len(self._calls)}",
             called=called,
@@ -264,12 +262,7 @@ class IslandRuns(private.RealOps):
             raise Refusal(f"{island.function} shares parameters, whose casts autocast shares too")
 
     def _look(
-        self,
-        island: Island,
-        given: Sequence[torch.Tensor],
-        returned: Any,
-        state: Any,
-        attributes: AttributesKept,
+        self, island: Island, given: Sequence[torch.Tensor], returned: Any, state: Any, attributes: AttributesKept
     ) -> None:
         """Fill the facts and costs of an island by extra runs of the call and its backward.
 

@@ -20,17 +20,13 @@ from memplan.capture.trace.generators import python_generators_kept
 
 
 @contextlib.contextmanager
-def nothing_kept(
-    model: nn.Module,
-    call: Call,
-    run: Callable[..., Any] | None = None,
-) -> Iterator[WritesUndone]:
+def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any]) -> Iterator[WritesUndone]:
     """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
     Hooks of parameters do not run. Parameters that autocast has cast are cast anew in here and afterwards, because a
     step that shared casts with another would add gradients in another order.
 
-    run: what is called, where it is not the model's forward alone.
+    run: what is called.
     """
     writes = WritesUndone(model, call)
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
@@ -77,7 +73,6 @@ class WritesUndone(private.RealOps):
     """
 
     def __init__(self, model: nn.Module, call: Call) -> None:
-        """Watch memory of a model and a call."""
         super().__init__()
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
@@ -87,7 +82,6 @@ class WritesUndone(private.RealOps):
 
     @property
     def written(self) -> tuple[torch.Tensor, ...]:
-        """What forward has written to."""
         return tuple(self._memory.written)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -115,13 +115,13 @@ def nothing_saved() -> contextlib.AbstractContextManager[object]:
 
     What traces save, as higher-order ops make them in forward, takes no memory and is kept.
     """
-    return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, _unpacked)
 
+    def unpacked(packed: torch.Tensor | None) -> torch.Tensor:
+        if packed is None:
+            raise Refusal("forward runs a backward pass itself", RunsBackward())
+        return packed
 
-def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
-    if packed is None:
-        raise Refusal("forward runs a backward pass itself", RunsBackward())
-    return packed
+    return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, unpacked)
 
 
 class NotedReads(private.RealOps):

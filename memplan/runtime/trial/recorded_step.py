@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -69,7 +70,9 @@ class StepStart:
         - heard: listens to the modules.
         - twin: another module that runs in the model's place. It gets the values that the model has, by name.
         """
-        model, sample = twin or self._model, self._copied_sample()
+        model, modules = twin or self._model, {id(module): module for module in self._model.modules()}
+        leaves = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), self._sample)
+        sample = copy.deepcopy(leaves, modules)  # tensors of its own, which share memory where the sample's do
         before = [] if twin is None else [(t, parts_of(t)) for t in _contents(twin)]
         own = {} if twin is None else dict(named_tensors(self._model))
         for name, tensor in named_tensors(model) if own else ():
@@ -101,17 +104,6 @@ class StepStart:
             for state, put in self._generators.values():
                 put(state)
             torch.clear_autocast_cache()
-
-    def _copied_sample(self) -> Any:
-        """The sample with tensors of its own, which are leaves and share memory where its own do."""
-
-        def leaf(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
-                return value
-            return value.detach().requires_grad_(value.requires_grad)
-
-        memo = {id(module): module for module in self._model.modules()}
-        return copy.deepcopy(pytree.tree_map(leaf, self._sample), memo)
 
     def _left(self, model: nn.Module, sample: Any) -> dict[ResultKey, Parts]:
         found: dict[ResultKey, torch.Tensor | None] = {}
@@ -148,29 +140,24 @@ class ModulesHeard:
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
-            self._handles.append(module.register_forward_hook(self._noting(plain_name(name))))
+            self._handles.append(module.register_forward_hook(functools.partial(self._note, plain_name(name))))
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and parameter.is_leaf:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._arrival(plain_name(name))))
+                arrive = functools.partial(self._arrive, plain_name(name))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(arrive))
 
     def __exit__(self, *error: object) -> None:
         for handle in self._handles:
             handle.remove()
 
-    def _noting(self, name: str) -> Callable[..., None]:
-        def note(module: nn.Module, args: Any, output: Any) -> None:
-            if not torch.compiler.is_compiling():
-                in_backward = private.backward_in_progress() >= 0
-                (self.again if in_backward else self.calls).append((name, bits_of(output)))
+    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            in_backward = private.backward_in_progress() >= 0
+            (self.again if in_backward else self.calls).append((name, bits_of(output)))
 
-        return note
-
-    def _arrival(self, name: str) -> Callable[[torch.Tensor], None]:
-        def note(parameter: torch.Tensor) -> None:
-            self._arrived.pop(name, None)
-            self._arrived[name] = None
-
-        return note
+    def _arrive(self, name: str, parameter: torch.Tensor) -> None:
+        self._arrived.pop(name, None)
+        self._arrived[name] = None
 
 
 def plain_name(name: str) -> str:
@@ -232,12 +219,10 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Callable[[], Any], Call
 
 
 def _as_bytes(state: Any) -> torch.Tensor:
-    bits = bytes(state.numpy()) if isinstance(state, torch.Tensor) else repr(pytree.tree_map(_listed, state)).encode()
-    return torch.frombuffer(bytearray(bits), dtype=torch.uint8)
-
-
-def _listed(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(state, torch.Tensor):
+        return state.clone()
+    listed = pytree.tree_map_only(np.ndarray, np.ndarray.tolist, state)
+    return torch.frombuffer(bytearray(repr(listed).encode()), dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
+from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.tables import is_plain, own_generators
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
@@ -50,7 +50,8 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
         torch.enable_grad(),
         OtherLeaves((*model.parameters(), *call.tensors)) as others,
     ):
-        meter.register(_resident_tensors(model, call))
+        resident = (private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors))
+        meter.register([part for tensor in resident for part in strided_parts(tensor)])
         resident_bytes = meter.live_bytes
 
         def step() -> int:
@@ -63,17 +64,22 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
                     output = run()
                 returned.append(bits_of(output))
                 with meter:
-                    starts = _starts_of(model, output)
-                    del output
+                    template = OutputTemplate(output, shared_objects(model))
+                    chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
+                    starts = [template.tensors[i] for i in chosen]
+                    del output, template
                     others.look_behind(starts)
-                    _run_backward(starts)
+                    torch.clear_autocast_cache()  # backward runs after the context of autocast, whose end drops casts
+                    with torch.autocast(starts[0].device.type, enabled=False):
+                        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
             del starts
             return max(meter.peak_bytes, resident_bytes + grown[0])
 
         before = _generators(model, call)
         peaks = [step(), step()]
         now = _generators(model, call)
-        left = _left(model, call, attributes.left()) + tuple(returned) + now
+        gradients, state = [leaf.grad for leaf in (*model.parameters(), *call.tensors)], attributes.left()
+        left = bits_of([gradients, list(model.buffers()), state.values, state.contents])
         if before != now:
             peaks += _peaks_of_other_draws(step, 2)
         margin_bytes = 0
@@ -81,13 +87,7 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
             peaks += _peaks_of_other_draws(step, 10)
             margin_bytes = (max(peaks) - resident_bytes) // 8
         peak_bytes = max(peaks) + margin_bytes
-        return UnplannedPeak(resident_bytes, peak_bytes, meter.live_bytes, left)
-
-
-def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
-    """What steps have left: gradients, buffers, and what is in attributes."""
-    gradients = [leaf.grad for leaf in (*model.parameters(), *call.tensors)]
-    return bits_of([gradients, list(model.buffers()), state.values, state.contents])
+        return UnplannedPeak(resident_bytes, peak_bytes, meter.live_bytes, (*left, *returned, *now))
 
 
 def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
@@ -135,26 +135,6 @@ class KnownGenerators(private.RealOps):
                     "it an attribute of a module"
                 )
         return self.run_op(func, args, kwargs)
-
-
-def _starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
-    """The outputs that backward starts from. Raises UnsupportedModel where there is none."""
-    template = OutputTemplate(output, shared_objects(model))
-    chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
-    return [template.tensors[i] for i in chosen]
-
-
-def _run_backward(starts: Sequence[torch.Tensor]) -> None:
-    """Run backward as a training loop does: after the context of autocast, whose end drops its casts."""
-    torch.clear_autocast_cache()
-    with torch.autocast(starts[0].device.type, enabled=False):
-        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
-
-
-def _resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
-    """Tensors that are there before a step: parameters (this rank's part of sharded ones), buffers and inputs."""
-    tensors = [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
-    return [part for tensor in tensors for part in strided_parts(tensor)]
 
 
 @contextlib.contextmanager

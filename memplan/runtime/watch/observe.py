@@ -49,32 +49,29 @@ class Observer:
     def forward(self, inputs: object) -> Iterator[None]:
         """A context for the forward pass of a step. inputs: what that reads."""
         self._time_s = 0.0
-        if not self._steps:
-            self._start(inputs)
-        with self._half():
-            yield
-
-    def _start(self, inputs: object) -> None:
         if self._begun:  # further forwards before the first backward: they grow, and so do their inputs
             if self._meter is not None:
                 self._meter.register(inputs)
-            return
-        self._begun = True
-        held = self._held()
-        if self._meter is not None:
-            self._meter.register([inputs, held])
-            self._before_bytes = self._meter.live_bytes
-        elif self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before_bytes = private.requested_bytes(self._device)[0]
+        else:
+            self._begun, held = True, self._held()
+            if self._meter is not None:
+                self._meter.register([inputs, held])
+                self._before_bytes = self._meter.live_bytes
+            elif self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+                self._before_bytes = private.requested_bytes(self._device)[0]
+        with self._half():
+            yield
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """A context for the backward pass of a step."""
         with self._half():
             yield
         if not self._steps:
-            self._grown_bytes = self._peak_bytes() - self._before_bytes
+            on_cuda = self._device.type == "cuda"
+            peak_bytes = private.requested_bytes(self._device)[1] if on_cuda else 0
+            peak_bytes = peak_bytes if self._meter is None else self._meter.peak_bytes
+            self._grown_bytes = peak_bytes - self._before_bytes
             self._meter = None
         else:
             self.finished = True
@@ -92,8 +89,3 @@ class Observer:
         if self._device.type == "cuda" and self._steps:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-    def _peak_bytes(self) -> int:
-        if self._meter is not None:
-            return self._meter.peak_bytes
-        return private.requested_bytes(self._device)[1] if self._device.type == "cuda" else 0
