@@ -20,7 +20,6 @@ from memplan.planning.choosing import (
     no_room,
     plan_of_front,
     plan_of_residency,
-    plan_with_gathers,
 )
 from memplan.planning.homes import all_names
 from memplan.planning.kept_fronts import kept_front
@@ -115,7 +114,7 @@ class PlanSearch:
         if chosen is None:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         chosen = self._reserving(within, chosen, search)
-        plan = plan_with_gathers(chosen, front, limit, least)
+        plan = plan_of_residency(chosen, (front,), limit, least)
         if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
             _tell_of_reserved(plan)
         return plan
