@@ -49,7 +49,9 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
     else:
         front = search()
         if not front.truncated:
-            keep(name, pack(_to_json(front, key), gzipped=True))
+            points = [[point.solver, point.order] for point in front.points]
+            found = {"key": key, "points": points, "floor_bytes": front.bound.floor_bytes, "lines": front.bound.lines}
+            keep(name, pack(found, gzipped=True))
             keep_newest("front-*", _MOST_BYTES)
     return _with_least(front, problem, config, f"least-{_digest(content['graph'], config)[:32]}.json.gz")
 
@@ -93,15 +95,6 @@ def _digest_of_solvers() -> str:
     for path in sorted(path for folder in ("problem", "solvers") for path in (package / folder).rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def _to_json(front: Front, key: str) -> dict[str, Any]:
-    return {
-        "key": key,
-        "points": [[point.solver, point.order] for point in front.points],
-        "floor_bytes": front.bound.floor_bytes,
-        "lines": front.bound.lines,
-    }
 
 
 def _from_json(content: Any, key: str, problem: Problem, config: Config) -> Front:

@@ -206,8 +206,13 @@ class Planner:
             if isinstance(captured, UnsupportedModel):
                 return self._unplanned.step(sample, known, captured)
             found = self._unsearched(captured, known, share)
-        if share is None and self.capturing.looks:
-            _refuse_collectives(captured)
+        if share is None and self.capturing.looks:  # other ranks may run collectives in another order
+            for op in captured.traced.graph.ops:
+                if op.is_collective:
+                    raise UnsupportedModel(
+                        f"{op.layer or 'the model'} runs the collective {op.kind}, and each rank would plan when by "
+                        "itself. Pass the ranks that run it together as group=, then all of them run one plan"
+                    )
         if found is not None:
             return found
         if captured.traced.sizes is not None:
@@ -268,11 +273,8 @@ class Planner:
 
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
-        found = self._without_search.equal_step(captured, known)
-        if found is None:
-            return None
-        equal, plan = found
-        return self._whole(captured, plan, equal.provisional)
+        found = self._without_search.of_equal_step(captured, known)
+        return None if found is None else self._whole(captured, *found)
 
     def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
@@ -400,16 +402,6 @@ class Planner:
         if (plan.unchecked, plan.margin, plan.islands) == (unchecked, margin, islands):
             return plan  # one that was given stays that
         return dataclasses.replace(plan, unchecked=unchecked, margin=margin, islands=islands)
-
-
-def _refuse_collectives(captured: Capture) -> None:
-    """Refuse collectives in a step that this rank plans alone: other ranks may run them in another order."""
-    for op in captured.traced.graph.ops:
-        if op.is_collective:
-            raise UnsupportedModel(
-                f"{op.layer or 'the model'} runs the collective {op.kind}, and each rank would plan when by itself. "
-                "Pass the ranks that run it together as group=, then all of them run one plan"
-            )
 
 
 def _programs(traced: Traced, expanded: Traced | None, plan: Plan, grads: Grads) -> tuple[Program, ...]:

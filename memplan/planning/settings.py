@@ -76,7 +76,10 @@ class Settings:
             if isinstance(self.budget, str) and parsed(self.budget) == SMALLEST:
                 raise ValueError("budget='min' is without host_budget=: with it, the least is where all is on the host")
         _ = self.search, self.target_device  # raise where the arguments are wrong
-        self._check_flight()
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
+        if self.in_flight > 1 and self.keep_frozen:
+            raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
         if self.link is not None:
             _check_link(self.link)
         if self.random == "counter" and self.kernels == "eager":
@@ -122,11 +125,7 @@ class Settings:
     @property
     def takes_any_size(self) -> bool:
         """Whether one plan may serve calls of many sizes."""
-        return self.dynamic != "never" and self._could_take_any_size
-
-    @property
-    def _could_take_any_size(self) -> bool:
-        return self.kernels == "eager" and self.shards is None and self.update == "step"
+        return self.dynamic != "never" and self.kernels == "eager" and self.shards is None and self.update == "step"
 
     @property
     def adds_up(self) -> bool:
@@ -180,17 +179,11 @@ class Settings:
                 for index, bounds in ranges.items():
                     if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                         raise ValueError(f"dynamic={{{name!r}: {{{index}: (least, most)}}}}, got {bounds!r}")
-        if self.dynamic not in ("auto", "never") and not self._could_take_any_size:
+        if self.dynamic not in ("auto", "never") and not self.takes_any_size:
             raise ValueError(
                 "dynamic= is for eager kernels, whole parameters and update='step'; leave it out, and each size gets a "
                 "plan of its own"
             )
-
-    def _check_flight(self) -> None:
-        if type(self.in_flight) is not int or self.in_flight < 1:
-            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
-        if self.in_flight > 1 and self.keep_frozen:
-            raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
 
     def _check_shards(self) -> None:
         if self.grads == "edges":

@@ -28,8 +28,8 @@ class WithoutSearch:
     def __init__(self, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._limits, self._placement, self._problems = limits, placement, problems
 
-    def equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[PlannedStep, Plan] | None:
-        """A known step with the captured one's ops, values and sizes, and its plan for the captured one.
+    def of_equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[Plan, bool] | None:
+        """The plan of a known step with the captured one's ops, values and sizes, and whether it is provisional.
 
         Names of arguments may differ.
         """
@@ -37,7 +37,7 @@ class WithoutSearch:
         for step in known:
             if isinstance(step, PlannedStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
                 problem = dataclasses.replace(step.plan.problem, graph=graph)
-                return step, dataclasses.replace(step.plan, problem=problem)
+                return dataclasses.replace(step.plan, problem=problem), step.provisional
         return None
 
     def hurried(self, captured: Capture, known: Sequence[ServingStep]) -> Plan | None:
