@@ -93,7 +93,9 @@ class StepChoice:
             step = self._known_step(call) or or_raise(self._planned(call))
         else:
             step = self._agreed(call, self.agreement, lambda share: or_raise(self._planned(call, share)))
-        self._tell_of_flight(step, call)
+        if self.planner.settings.in_flight == 1 and isinstance(step, PlannedStep):
+            limit_bytes = self.planner.limits.budget_bytes
+            self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, limit_bytes))
         return step
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:
@@ -157,7 +159,12 @@ class StepChoice:
             known, reason = self._start(call, mismatches)
         log.info("planning, because %s", reason)
         unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
-        self._tell_of_passing(call, known)
+        if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
+            now = ", ".join(call.paths)
+            why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
+            self.voice.warn(
+                {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
+            )
         if self.known.kinds == _MANY_KINDS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
@@ -368,21 +375,6 @@ class StepChoice:
         """Warn that no plan counts the gradients, and go on with the plans that there are."""
         self.voice.warn({"gradients": why})
         self._held.extra_bytes = 0
-
-    def _tell_of_passing(self, call: Call, known: Sequence[ServingStep]) -> None:
-        """Warn once where a call is new only in how it passes arguments, as by name instead of by position."""
-        if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
-            now = ", ".join(call.paths)
-            why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
-            self.voice.warn(
-                {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
-            )
-
-    def _tell_of_flight(self, step: ServingStep, call: Call) -> None:
-        """Warn once where forwards wait for their backward while another begins."""
-        if self.planner.settings.in_flight > 1 or not isinstance(step, PlannedStep):
-            return
-        self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, self.planner.limits.budget_bytes))
 
     def tell_of_backward(self, step: PlannedStep, again: bool) -> None:
         """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
