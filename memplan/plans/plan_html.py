@@ -18,7 +18,7 @@ from memplan.plans.labels import in_groups, joined, named, op_label
 from memplan.plans.layer_map import layer_tables
 from memplan.plans.plan_text import report_text, summary
 from memplan.plans.step_memory import KINDS, StepMemory, planned_memory, unplanned_memory
-from memplan.problem.lanes import LaneSpan, spans_of
+from memplan.problem.lanes import spans_of
 from memplan.units import format_bytes, format_seconds
 
 _COLUMNS = 480  # of a picture of memory
@@ -161,24 +161,20 @@ def _lanes(memory: StepMemory, strings: _Strings) -> dict[str, Any] | None:
     begins_s, spans = spans_of(memory.problem, memory.schedule)
     if all(span.lane == "compute" for span in spans):
         return None
-    end_s = max(begins_s[-1], *(span.end_s for span in spans))
+    end_s, graph = max(begins_s[-1], *(span.end_s for span in spans)), memory.problem.graph
     least_s, lanes = end_s / _MARKS, dict[str, list[list[Any]]]()
     for span in itertools.chain(*in_groups(spans, lambda span: span.lane)):
         marks = lanes.setdefault(span.lane, [])
         if marks and marks[-1][1] - marks[-1][0] < least_s and span.begin_s - marks[-1][1] < least_s:
             marks[-1][1], marks[-1][3] = span.end_s, marks[-1][3] + 1  # too short to be seen: one with what comes next
         else:
-            marks.append([span.begin_s, span.end_s, strings(_span_text(span, memory)), 1])
+            match span.lane:
+                case "compute":
+                    text = op_label(graph.ops[span.index])
+                case "stall":
+                    text = "waits"
+                case _:
+                    value = graph.values[span.index]
+                    text = f"{value.name} {value.tensor} ({format_bytes(value.size_bytes)})"
+            marks.append([span.begin_s, span.end_s, strings(text), 1])
     return {"end_s": end_s, "lanes": lanes}
-
-
-def _span_text(span: LaneSpan, memory: StepMemory) -> str:
-    graph = memory.problem.graph
-    match span.lane:
-        case "compute":
-            return op_label(graph.ops[span.index])
-        case "stall":
-            return "waits"
-        case _:
-            value = graph.values[span.index]
-            return f"{value.name} {value.tensor} ({format_bytes(value.size_bytes)})"
