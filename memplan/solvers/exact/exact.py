@@ -1,6 +1,6 @@
 """Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
 
-`solve_block` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
+`BlockSearch` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
 Incumbents come from minimum cuts and local search (`incumbents`), the certificate from branch and bound. Work is
 limited in nodes, never in seconds, so that an answer is the same on every machine. Where the limit is met, the answer
 has an incumbent, a lower bound and a gap.
@@ -58,10 +58,6 @@ class BlockSolution:
     bound_s: float
     certified: bool
     nodes: int
-
-    @property
-    def gap_s(self) -> float:
-        return 0.0 if self.certified else self.recompute_s - self.bound_s
 
 
 class BlockSearch:
@@ -339,14 +335,3 @@ def _steps(low: int, high: int, parts: int) -> list[int]:
 def _bytes_of_steps(b: Reversed) -> list[int]:
     """What each step needs: its operands beside what no choice changes."""
     return [int(x) + int(b.size_bytes[b.step_reads.row(t)].sum()) for t, x in enumerate(b.step_bytes)]
-
-
-def solve_block(
-    block: LocalBlock,
-    budget: BlockBudget,
-    known: Iterable[Sequence[int]] = (),
-    rules: Rules | None = None,
-    most_nodes: int = 20_000,
-) -> BlockSolution:
-    """Least recomputation of a block under a budget."""
-    return BlockSearch(block, rules, most_nodes).solve(budget, known)
