@@ -98,27 +98,19 @@ def _same_blocks(t: ChainTable, i: int, other: int) -> bool:
 
 
 @kernel
-def _period(t: ChainTable) -> int:
-    """The distance at which the most blocks have an equal one."""
-    count = len(t.option_count)
-    best = 1
-    most = 0
-    for period in range(1, count // 2 + 1):
-        equal = 0
-        for i in range(count - period):
-            if _same_blocks(t, i, i + period):
-                equal += 1
-        if equal > most:
-            best = period
-            most = equal
-    return best
-
-
-@kernel
 def _shared_rows(t: ChainTable) -> tuple[Ints, int]:
     """segment[i, j] and the number of rows: a segment that equals the one a period further on has its row."""
     count = len(t.option_count)
-    period = _period(t)
+    period = 1  # the distance at which the most blocks have an equal one
+    most = 0
+    for distance in range(1, count // 2 + 1):
+        equal = 0
+        for i in range(count - distance):
+            if _same_blocks(t, i, i + distance):
+                equal += 1
+        if equal > most:
+            period = distance
+            most = equal
     segment = np.full((count, count), -1, dtype=np.int64)
     same = np.zeros(count, dtype=np.bool_)
     for i in range(count - period):
