@@ -77,23 +77,15 @@ def step_of(flat: Flat) -> StepMoments:
             if a.taken[v] >= 0:
                 overwriter[a.taken[v]] = op
     columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return StepMoments(flat, columns[0].copy(), columns[1].copy(), _certain(flat), overwriter)
-
-
-def _certain(flat: Flat) -> Ints:
-    a = flat.arrays
-    found = np.full(a.boundary, flat.op_count, dtype=np.int64)
-    for op in range(a.boundary):
-        if not a.deferrable[op]:
-            found[op] = a.boundary - 1
+    certain = np.where(a.deferrable[: a.boundary], flat.op_count, a.boundary - 1)
     for b in range(a.boundary, flat.op_count):
         stack = [int(a.producer[v]) for v in flat.reads[b]]
         while stack:
             op = stack.pop()
-            if 0 <= op < a.boundary and found[op] > b:
-                found[op] = b
+            if 0 <= op < a.boundary and certain[op] > b:
+                certain[op] = b
                 stack += [int(a.producer[v]) for v in flat.reads[op]]
-    return found
+    return StepMoments(flat, columns[0].copy(), columns[1].copy(), certain, overwriter)
 
 
 def asked(flat: Flat, ops: Iterable[int]) -> Flags:
@@ -118,10 +110,9 @@ def runnable(step: StepMoments, moment: int) -> Flags:
     return np.asarray(a.rerunnable[: a.boundary] | (step.certain > moment))
 
 
-def reached(step: StepMoments, moment: int, wanted: Flags) -> Flags:
-    """Values that what is wanted after a moment may ask for: themselves, and the operands of ops that run for them."""
-    flat, a = step.flat, step.flat.arrays
-    can = runnable(step, moment)
+def reached(flat: Flat, wanted: Flags, can: Flags) -> Flags:
+    """Values that what is wanted may ask for: themselves, and operands of ops that run for them. can: ops that may."""
+    a = flat.arrays
     found = wanted.copy()
     stack = np.nonzero(wanted)[0].tolist()
     while stack:
@@ -138,7 +129,7 @@ def _ahead(step: StepMoments, moment: int) -> tuple[Flags, Flags]:
     """What backward ops after a moment read, and what that may ask for."""
     if moment not in step.ahead:
         wanted = asked(step.flat, range(moment + 1, step.flat.op_count))
-        step.ahead[moment] = wanted, reached(step, moment, wanted)
+        step.ahead[moment] = wanted, reached(step.flat, wanted, runnable(step, moment))
     return step.ahead[moment]
 
 
