@@ -260,13 +260,6 @@ def _idle(a: Arrays, events: Events, op: int, before: int) -> bool:
 
 
 @kernel
-def _by_size(a: Arrays) -> Ints:
-    """Forward values that can be freed, largest first."""
-    found = np.nonzero(~a.held & (a.producer >= 0) & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
-    return found[np.argsort(-a.size_bytes[found], kind="mergesort")]
-
-
-@kernel
 def live_through(events: Events, by_size: Ints, at: int, most: int) -> tuple[Ints, Ints]:
     """The first of these values that are live at a position though its op does not touch them, and their next reads."""
     found, reads = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
@@ -304,7 +297,8 @@ def bring_down(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: in
     during = np.zeros(len(order), dtype=np.int64)
     peak, at, time_s = replay(a, order, during)
     excess = excess_bytes(during, target_bytes)
-    by_size = _by_size(a)
+    by_size = np.nonzero(~a.held & (a.producer >= 0) & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
+    by_size = by_size[np.argsort(-a.size_bytes[by_size], kind="mergesort")]
     tidy = False  # whether it is certain that all runs are read
     for _ in range(rounds):
         if peak <= target_bytes:

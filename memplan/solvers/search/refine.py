@@ -49,8 +49,12 @@ def refine(
         yield from new
     found = pareto(found)
     count = max(figures.grid, min(3 * figures.grid, figures.grid_work // flat.op_count))
-    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, count) * figures.passes
-    for target in targets:
+    low, high = found[0].peak_bytes, found[-1].peak_bytes
+    targets = [high]
+    if count > 1 and high > low:  # closer to one another at the low end, where seconds change the most
+        grid = {low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}
+        targets = sorted(grid, reverse=True)
+    for target in targets * figures.passes:
         if _close(best, bound, target):
             continue
         below = [s for s in found if s.peak_bytes <= target][-2:]
@@ -126,10 +130,3 @@ def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, figures: SearchFigure
             if part > 64:
                 break
     return found
-
-
-def _grid(low: int, high: int, count: int) -> list[int]:
-    """Peaks from low to high, closer to one another at the low end, where seconds change the most."""
-    if count < 2 or high <= low:
-        return [high]
-    return sorted({low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}, reverse=True)
