@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from memplan.capture.capture import Capture
@@ -92,12 +92,30 @@ class PlanSearch:
 
     def curve(self, captured: Capture) -> tuple[Plan, ...] | UnsupportedModel:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        problem = self._problems.problem(captured)
-        if self._placement.host_budget is not None:
-            return self._curve_with_host(captured, problem)
-        front = self._front(problem)
-        chosen = front.spread(self._settings.search.points)
-        return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
+        problem, placement = self._problems.problem(captured), self._placement
+        if placement.host_budget is None:
+            front = self._front(problem)
+            points = front.spread(self._settings.search.points)
+            return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in points)
+        by_homes = self._problems.by_homes(captured, problem)  # from the smallest peak that copies reach
+        if isinstance(by_homes, UnsupportedModel):
+            return by_homes
+        parts, problem_of = by_homes
+        alone = self._front(problem_of(frozenset()))
+        front = self._front(problem_of(all_names(parts))) if parts else alone
+        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
+        search = functools.partial(
+            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+        )  # fmt: skip
+        found: list[Plan] = []
+        count = min(self._settings.search.points, _HOST_POINTS)
+        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
+            chosen = search(limit)
+            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
+                peak_bytes = chosen.found.timeline.peak_bytes
+                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
+                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
+        return tuple(found)
 
     def with_gathers(self, problem: Problem) -> Plan | BudgetInfeasible:
         """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
@@ -189,35 +207,14 @@ class PlanSearch:
                 time_s, slow_s, type(optimizer).__name__, fused_s,
             )  # fmt: skip
 
-    def _curve_with_host(self, captured: Capture, problem: Problem) -> tuple[Plan, ...] | UnsupportedModel:
-        """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
-        by_homes = self._problems.by_homes(captured, problem)
-        if isinstance(by_homes, UnsupportedModel):
-            return by_homes
-        parts, problem_of = by_homes
-        alone = self._front(problem_of(frozenset()))
-        front = self._front(problem_of(all_names(parts))) if parts else alone
-        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
-        found: list[Plan] = []
-        count = min(self._settings.search.points, _HOST_POINTS)
-        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
-            chosen = choose_homes(
-                parts, front, alone, problem_of, self._placement.host_limit, self._placement.host, limit
-            )  # fmt: skip
-            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
-                peak_bytes = chosen.found.timeline.peak_bytes
-                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
-                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
-        return tuple(found)
-
     def _front(self, problem: Problem) -> Front:
         """The best schedules that the configured search finds, now or in an earlier process.
 
         A terminal shows progress where that takes long, with the gap at the budget.
         """
         problem, config = dataclasses.replace(problem, budget_bytes=self._limits.known_bytes), self._settings.search
-        with ProgressLine(sys.stderr) as line:
-            front = kept_front(problem, config, lambda: solve_front(problem, config, line.show))
+        with progress_line(sys.stderr) as show:
+            front = kept_front(problem, config, lambda: solve_front(problem, config, show))
         if front.truncated:
             log.warning("the search was stopped before it was done; the best schedule so far is taken")
         return front
@@ -232,31 +229,29 @@ def _tell_of_reserved(plan: Plan) -> None:
     )  # fmt: skip
 
 
-class ProgressLine:
-    """Shows progress in place, and clears the line at the end. Silent where the stream is no terminal."""
+@contextlib.contextmanager
+def progress_line(stream: TextIO) -> Iterator[Callable[[Progress], None]]:
+    """A context with a function that shows progress in place. At the end the line is cleared.
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.terminal = stream.isatty()
-        self.due_s = time.monotonic() + _QUIET_S
-        self.width = 0
+    The function is silent where the stream is no terminal. It shows the stage, how much of it is done and the gap.
+    """
+    due_s, width = time.monotonic() + _QUIET_S, 0
 
-    def __enter__(self) -> ProgressLine:
-        return self
+    def write(text: str) -> None:
+        nonlocal width
+        stream.write("\r" + text.ljust(width) + ("" if text else "\r"))
+        stream.flush()
+        width = len(text)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.width:
-            self._write("")
+    def show(progress: Progress) -> None:
+        nonlocal due_s
+        if stream.isatty() and time.monotonic() >= due_s:
+            due_s = time.monotonic() + _EVERY_S
+            gap = "" if progress.gap is None else f", at most {progress.gap:.1%} over the best possible"
+            write(f"memplan: {progress.stage} {progress.done:.0%}{gap}; Ctrl-C takes the best plan so far")
 
-    def show(self, progress: Progress) -> None:
-        """Show the stage, how much of it is done and the gap so far."""
-        if not self.terminal or time.monotonic() < self.due_s:
-            return
-        self.due_s = time.monotonic() + _EVERY_S
-        gap = "" if progress.gap is None else f", at most {progress.gap:.1%} over the best possible"
-        self._write(f"memplan: {progress.stage} {progress.done:.0%}{gap}; Ctrl-C takes the best plan so far")
-
-    def _write(self, text: str) -> None:
-        self.stream.write("\r" + text.ljust(self.width) + ("" if text else "\r"))
-        self.stream.flush()
-        self.width = len(text)
+    try:
+        yield show
+    finally:
+        if width:
+            write("")

@@ -80,8 +80,11 @@ class Settings:
             raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
         if self.in_flight > 1 and self.keep_frozen:
             raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
-        if self.link is not None:
-            _check_link(self.link)
+        link = self.link
+        if link is not None and not isinstance(link, Link):
+            raise TypeError(f"link is a memplan.Link(to_host_bytes_per_s, to_device_bytes_per_s), got {link!r}")
+        if link is not None and (min(link.to_host_bytes_per_s, link.to_device_bytes_per_s) <= 0 or link.latency_s < 0):
+            raise ValueError(f"a link copies more than 0 bytes a second, and takes no less than 0 s more, got {link!r}")
         if self.random == "counter" and self.kernels == "eager":
             raise ValueError("random='counter' has masks made within fused groups: give kernels='fused' too")
         self._check_dynamic()
@@ -211,10 +214,3 @@ def one_of(name: str, given: Any, words: Sequence[str]) -> None:
     """Raise ValueError for an argument that is none of the words that it may be."""
     if given not in words:
         raise ValueError(f"{name} must be {', '.join(map(repr, words[:-1]))} or {words[-1]!r}, got {given!r}")
-
-
-def _check_link(link: Link) -> None:
-    if not isinstance(link, Link):
-        raise TypeError(f"link is a memplan.Link(to_host_bytes_per_s, to_device_bytes_per_s), got {link!r}")
-    if min(link.to_host_bytes_per_s, link.to_device_bytes_per_s) <= 0 or link.latency_s < 0:
-        raise ValueError(f"a link copies more than 0 bytes a second, and takes no less than 0 s more, got {link!r}")
