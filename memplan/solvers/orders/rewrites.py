@@ -38,28 +38,23 @@ def demand_order(a: Arrays, saved: Flags, window: int, limit_ops: int) -> Ints:
     marked = np.zeros(a.boundary, dtype=np.bool_)
     stack = np.empty(values + 1, dtype=np.int64)
     for b in range(a.boundary, ops):
-        top = 0
-        for e in range(a.read_start[b], a.read_start[b + 1]):
-            v = a.read[e]
-            if a.producer[v] < a.boundary and not saved[v] and not (made_at[v] >= 0 and b - made_at[v] <= window):
-                if not marked[a.producer[v]]:
-                    marked[a.producer[v]] = True
-                    stack[top] = a.producer[v]
-                    top += 1
         lowest = a.boundary
         highest = -1
+        stack[0] = b
+        top = 1
         while top > 0:
             top -= 1
             op = stack[top]
-            lowest = min(lowest, op)
-            highest = max(highest, op)
             for e in range(a.read_start[op], a.read_start[op + 1]):
                 v = a.read[e]
-                if not saved[v] and not (made_at[v] >= 0 and b - made_at[v] <= window):
-                    if not marked[a.producer[v]]:
-                        marked[a.producer[v]] = True
-                        stack[top] = a.producer[v]
-                        top += 1
+                maker = a.producer[v]
+                recent = made_at[v] >= 0 and b - made_at[v] <= window
+                if maker < a.boundary and not saved[v] and not recent and not marked[maker]:
+                    marked[maker] = True
+                    lowest = min(lowest, maker)
+                    highest = max(highest, maker)
+                    stack[top] = maker
+                    top += 1
         for op in range(lowest, highest + 1):
             if marked[op]:
                 if length >= limit_ops:
