@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from memplan.capture.ops.sizes import Varying, all_sizes
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused, or_raise
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
@@ -43,6 +43,7 @@ class StepChoice:
     - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
+    - takes_any_size: one plan may serve calls of many sizes, else each size is planned by itself.
     - aside: gives a context in which the model's own forward is in place.
     - attend: called with every new step before it is used.
     """
@@ -65,7 +66,7 @@ class StepChoice:
         self.known = KnownSteps(self._no_room, self._counts_more)
         self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
-        self._takes_any_size = planner.settings.takes_any_size
+        self.takes_any_size = planner.settings.takes_any_size
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
         self._shared = SharedBackward()
@@ -78,7 +79,7 @@ class StepChoice:
 
     def plan_each_size(self) -> None:
         """Plan calls of each size by themselves from now on."""
-        self._takes_any_size = False
+        self.takes_any_size = False
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
@@ -207,7 +208,8 @@ class StepChoice:
 
         Gives a value that has made several plans, so that no plan should depend on it any more.
         """
-        value = None if self.known.last is None else self.known.last.key.other_value(call)
+        last = next(self.known.whole(), None)
+        value = None if last is None else last.key.other_value(call)
         if value is None or value in self.planner.capturing.unsteady:
             return None
         self._moved[value] += 1
@@ -253,7 +255,7 @@ class StepChoice:
         same = next(self.known.of_same_kind(call, mismatches), None)
         if same is not None:
             return self.planner.resized(same, call)
-        like, varying = self.known.of_other_size(call) if self._takes_any_size else (None, Varying())
+        like, varying = self.known.of_other_size(call) if self.takes_any_size else (None, Varying())
         return self.planner.step(call, known, share, like, varying)
 
     def _longest(self, call: Call, mismatches: Mismatches) -> str | None:
@@ -270,17 +272,6 @@ class StepChoice:
         shapes = [shape for shape, _ in sizes.layouts(found)]
         varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
         return f"Of such calls, the longest that fits has {', '.join(varying)}"
-
-    def varying(self, step: PlannedStep, call: Call) -> Varying:
-        """The sizes in which a call differs from that of a step, and from others that the step serves.
-
-        Empty where it differs in anything else, and where each size is planned by itself.
-        """
-        return step.key.varying(call) if self._takes_any_size else Varying()
-
-    def may_vary(self, call: Call) -> Varying:
-        """All sizes of a call; empty where each size is planned by itself."""
-        return all_sizes(call.tensors) if self._takes_any_size else Varying()
 
     def in_place_of(self, before: ServingStep, after: ServingStep) -> ServingStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
