@@ -227,14 +227,8 @@ def best_move(t: ChainTable, front: ChainFront, i: int, j: int, m: int) -> tuple
 def distinct_slots(front: ChainFront, limit: int) -> tuple[int, ...]:
     """At most `limit` memory sizes at which the whole chain's least seconds change, the extremes among them."""
     row = front.seconds
-    finite = np.nonzero(np.isfinite(row))[0]
-    if len(finite) == 0:
-        return ()
-    steps = [int(finite[0])]
-    for m in finite[1:]:
-        if row[m] < row[steps[-1]]:
-            steps.append(int(m))
-    if len(steps) <= limit:
-        return tuple(steps)
-    chosen = np.unique(np.round(np.linspace(0, len(steps) - 1, limit)).astype(int))
-    return tuple(steps[i] for i in chosen)
+    before = np.minimum.accumulate(np.concatenate([[np.inf], row[:-1]]))
+    steps = np.nonzero(row < before)[0]
+    if len(steps) > limit:
+        steps = steps[np.unique(np.round(np.linspace(0, len(steps) - 1, limit)).astype(int))]
+    return tuple(steps.tolist())

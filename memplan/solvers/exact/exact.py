@@ -229,7 +229,15 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     """
     block, everything = searched.block, option_of_order(searched.block, searched.keep_all())
     orders = {tuple(order): option_of_order(block, order) for order in (searched.keep_all(), *known)}
-    budgets = _budgets(searched, everything, saved_parts, peak_parts, forward_parts)
+    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
+    saved_steps = _steps(searched.least_saved_bytes(), everything.saved_bytes, saved_parts)
+    peak_steps = _steps(least_peak, everything.backward_peak_bytes, peak_parts)
+    budgets = [BlockBudget(saved, NO_LIMIT, peak) for saved in saved_steps for peak in peak_steps]
+    if forward_parts and everything.forward_peak_bytes > everything.saved_bytes:  # else forward peaks at the boundary
+        least_forward = min(searched.least_forward_bytes(), everything.forward_peak_bytes)
+        ahead = _steps(least_forward, everything.forward_peak_bytes, forward_parts + 1)[1:]
+        budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
+    budgets = list(dict.fromkeys(budgets))
     for budget in budgets:
         for better in improved(block, budget, orders, _TRIES):
             orders.setdefault(tuple(better.tolist()), option_of(block, better))
@@ -291,22 +299,6 @@ class _Closing:
             for looser in self.found
             if not self.found[looser].certified
         )
-
-
-def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_parts: int,
-             forward_parts: int) -> list[BlockBudget]:  # fmt: skip
-    """The loosest first; limits on the forward peak come last."""
-    least_saved = searched.least_saved_bytes()
-    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
-    least_forward = min(searched.least_forward_bytes(), everything.forward_peak_bytes)
-    saved_steps = _steps(least_saved, everything.saved_bytes, saved_parts)
-    peak_steps = _steps(least_peak, everything.backward_peak_bytes, peak_parts)
-    budgets = [BlockBudget(saved, NO_LIMIT, peak) for saved in saved_steps for peak in peak_steps]
-    ahead = _steps(least_forward, everything.forward_peak_bytes, forward_parts + 1)[1:] if forward_parts else []
-    if everything.forward_peak_bytes <= everything.saved_bytes:
-        ahead = []  # forward peaks at the boundary: the limit on saved bytes is the limit
-    budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
-    return list(dict.fromkeys(budgets))
 
 
 def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:
