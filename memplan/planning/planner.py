@@ -35,7 +35,7 @@ from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
-from memplan.problem.structure import first_difference, same_structure
+from memplan.problem.structure import first_difference, structure
 from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.program import Grads, Program
@@ -66,9 +66,7 @@ class Planner:
         self._plans = PlanSearch(settings, self.limits, self.placement, self._problems)
         self._without_search = WithoutSearch(self.limits, self.placement, self._problems)
         self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._without_search)
-        self._unplanned = UnplannedSteps(
-            model, forward, settings, self.limits, self.placement, self._problems.optimizer_needs
-        )
+        self._unplanned = UnplannedSteps(model, forward, settings, self.limits, self.placement, self._problems)
         self._given: Plan | None = None  # by the user, with a schedule that serves other sizes too
 
     def check_optimizer(self) -> None:
@@ -407,7 +405,7 @@ class Planner:
 def _programs(traced: Traced, expanded: Traced | None, plan: Plan, grads: Grads) -> tuple[Program, ...]:
     """The plan as a program, and a second one for `out.sum().backward()` where the schedule fits that too."""
     program = lower(plan.schedule, traced, grads, steering=plan.steering)
-    if expanded is None or not same_structure(expanded.graph, traced.graph):
+    if expanded is None or structure(expanded.graph) != structure(traced.graph):
         return (program,)
     problem = dataclasses.replace(plan.problem, graph=expanded.graph)
     other = lower(plan.schedule, expanded, grads, steering=plan.steering)

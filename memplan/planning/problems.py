@@ -46,7 +46,7 @@ class Problems:
         settings, traced = self._settings, captured.traced
         needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless that is decided
         if self._placement.host_budget is None or settings.shards is not None:
-            needs = self._optimizer(self._device(traced), self._named(self._placement.host or ()))
+            needs = self.optimizer(self._device(traced), self._named(self._placement.host or ()))
         surface = settings.grads == "surface"
         problem = Problem(
             traced.graph, self.costs(captured, quick), accumulate=self._limits.accumulate and surface,
@@ -83,7 +83,7 @@ class Problems:
         """Bytes of the optimizer's state for parameters of these names, which are on the host."""
         if not names:
             return 0
-        return self._optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names)).state_bytes
+        return self.optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names)).state_bytes
 
     def _update_s_per_byte(self) -> float:
         """Seconds to update parameters on the host, for each byte of gradients."""
@@ -119,17 +119,13 @@ class Problems:
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
             graph, on_host = with_homes(captured.traced, names, lasting).graph, self._host_state_bytes(names)
-            here = self._optimizer(self._device(captured.traced), self._named(names))
+            here = self.optimizer(self._device(captured.traced), self._named(names))
             of_homes = dataclasses.replace(problem, graph=graph, extra_host_bytes=on_host)
             return self._with_needs(of_homes, captured.traced, here)
 
         return parts, problem_of
 
-    def optimizer_needs(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of the optimizer's state on a device, and what its step allocates there after backward."""
-        return self._optimizer(device)[:2]
-
-    def _optimizer(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> OptimizerMemory:
+    def optimizer(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> OptimizerMemory:
         """What the optimizer takes on a device. without: parameters that are not counted."""
         if self._settings.optimizer is None:
             return OptimizerMemory()

@@ -283,22 +283,18 @@ class _Places:
                     self.held[made[g] + 1 : position + 1] += 0 if values[g].held else values[g].size_bytes
                     self.held[position] += values[g].update_bytes
         least_bytes = int(self.least_share * self.budget_bytes)
-        self.staying = self._staying()
+        staying, room_bytes, sizes = list[int](), self.staying_bytes, self.movables.size_bytes
+        for v in dict.fromkeys(v for op in self.steps if op >= 0 for v in ops[op].inputs) if room_bytes else ():
+            if self.movables.lasting[v] and sizes[v] <= room_bytes:  # most often what is read first was read last, too
+                staying.append(v)
+                room_bytes -= int(sizes[v])
+        self.staying = np.array(staying, dtype=np.int64)
         self.gaps = find_gaps(self.movables, self.order, least_bytes, self.held, self.staying)
         others = self.problem.in_flight - 1
         self.limits = np.full(len(self.order), self.budget_bytes - others * self.saved_bytes, dtype=np.int64)
         if others:
             at_turn = self.saved_bytes + int(self.held[self.turn]) - self.saved_now()
             self.limits[self.turn] = min(int(self.limits[self.turn]), at_turn)
-
-    def _staying(self) -> Ints:
-        """What stays on the device between steps: what is read first, which most often was read last as well."""
-        ops, found, room_bytes = self.problem.graph.ops, list[int](), self.staying_bytes
-        for v in dict.fromkeys(v for op in self.steps if op >= 0 for v in ops[op].inputs) if room_bytes else ():
-            if self.movables.lasting[v] and self.movables.size_bytes[v] <= room_bytes:
-                found.append(v)
-                room_bytes -= int(self.movables.size_bytes[v])
-        return np.array(found, dtype=np.int64)
 
     def amounts_staying(self) -> list[int]:
         """Bytes that may stay on the device between steps: none, and up to all that there is room for then."""
