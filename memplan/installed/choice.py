@@ -117,7 +117,10 @@ class StepChoice:
     def _known_step(self, call: Call) -> ServingStep | None:
         """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
         serving = self.known.serving(call)
-        step = next(serving, None) if self.alone else min(serving, key=_seconds, default=None)
+        if self.alone:
+            step = next(serving, None)
+        else:  # of those that run unplanned nothing is known
+            step = min(serving, key=lambda step: 0.0 if step.plan is None else step.plan.time_s, default=None)
         return None if step is None else self.known.use(step)
 
     def _counts_more(self, step: ServingStep) -> bool:
@@ -379,8 +382,3 @@ class StepChoice:
     def tell_once(self, subject: str, around: str) -> None:
         """Warn once that the model runs unplanned under something that is around the call."""
         self.voice.warn({subject: f"the model runs unplanned under {around}"})
-
-
-def _seconds(step: ServingStep) -> float:
-    """The predicted time of a step; 0 for one that runs unplanned, of which nothing is known."""
-    return 0.0 if step.plan is None else step.plan.time_s

@@ -233,8 +233,11 @@ class Capturing:
         )
         captured = loop.captured()
         if isinstance(captured, UnsupportedModel):
-            if looks and not varying:
-                self._raise_own(captured, sample)
+            cause, ours = captured.__cause__, (MemplanError, *private.DATA_DEPENDENT_ERRORS)
+            if looks and not varying and not (cause is None or self._known.compiled or isinstance(cause, ours)):
+                found = look()
+                if isinstance(found, ForwardFails) and type(found.error) is type(cause):
+                    raise found  # forward raises it without a plan too
             return captured
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
@@ -248,15 +251,6 @@ class Capturing:
             update_bytes = {name: needs[p] for name, p in self._model.named_parameters() if p in needs}
             captured = captured.changed(lambda step: with_updates(step, update_bytes))
         return self._placement.homed(captured)
-
-    def _raise_own(self, refusal: UnsupportedModel, sample: Sample | Call) -> None:
-        """Raise ForwardFails if a trace has stopped at an error that forward raises without a plan too."""
-        cause = refusal.__cause__
-        if cause is None or self._known.compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
-            return
-        found = self._look_at_forward(sample)
-        if isinstance(found, ForwardFails) and type(found.error) is type(cause):
-            raise found
 
     @property
     def _run(self) -> Forward:

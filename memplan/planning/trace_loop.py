@@ -132,7 +132,17 @@ class TraceLoop:
                 self._options, islands=self._islands, seen=self._seen, requiring=self._requiring
             )
             captured = capture(self._model, self._forward, self._sample, options)
-            return captured if self._first is None else self._with_caches(captured, self._first)
+            if self._first is None:
+                return captured
+            assert self._cached is not None
+            first, caches = self._first, self._first.caches
+            anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
+            known = {(id(table), key) for table, key, _ in caches.values}
+            if not {(id(table), key) for table, key, _ in first.left.values} <= anew | known:
+                raise self._cached  # a first run leaves more, and no later one does
+            if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
+                raise self._cached
+            return dataclasses.replace(captured, left=caches)
 
     def _look_or_raise(self) -> OneForward:
         """What a run of forward on the sample shows. Raises what goes wrong in it."""
@@ -140,17 +150,6 @@ class TraceLoop:
         if not isinstance(found, OneForward):
             raise found
         return found
-
-    def _with_caches(self, captured: Capture, first: OneForward) -> Capture:
-        """The step, which puts caches there. Raises the refusal if a first run leaves more, and no later one does."""
-        assert self._cached is not None
-        anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
-        known = {(id(table), key) for table, key, _ in first.caches.values}
-        if not {(id(table), key) for table, key, _ in first.left.values} <= anew | known:
-            raise self._cached
-        if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
-            raise self._cached
-        return dataclasses.replace(captured, left=first.caches)
 
     def _makes_islands(self, refusal: UnsupportedModel) -> bool:
         """Let the next trace have islands: calls around the failure, the smallest that can be. False if none can be."""

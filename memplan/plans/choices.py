@@ -106,10 +106,15 @@ def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
         for u in graph.ops[maker].inputs:
             stays = graph.values[u].resident and not graph.values[u].fetched
             missing += not (stays or any(life.begin <= end <= life.end for life in lives.get(u, ())))
+        barred = ""
+        if value.held:
+            barred = "it is an output, which the caller holds"
+        elif not graph.ops[maker].recomputable:
+            barred = "its op writes to what outlives the step, or may give other bits"
         found.append(
             Choice(
                 v, maker, labels[v], value.tensor, decision, value.size_bytes, times_s[maker], between_s,
-                begin < memory.peak_moment < end, _barred(graph, v, maker), missing,
+                begin < memory.peak_moment < end, barred, missing,
                 between_s / begins_s[-1] if begins_s[-1] else 0.0,
             )
         )  # fmt: skip
@@ -146,13 +151,3 @@ def _span(numbers: Sequence[_Number], text: Callable[[_Number], str]) -> str:
     """The least and the most of some numbers."""
     low, high = text(min(numbers)), text(max(numbers))
     return low if low == high else f"{low} to {high}"
-
-
-def _barred(graph: Graph, value: int, op: int) -> str:
-    """Why an op can't make a value again."""
-    maker = graph.ops[op]
-    if graph.values[value].held:
-        return "it is an output, which the caller holds"
-    if not maker.recomputable:
-        return "its op writes to what outlives the step, or may give other bits"
-    return ""

@@ -124,16 +124,9 @@ class Plan(PlanFigures):
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """The contents of a plan file."""
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "solver": plan.solver,
-        "lower_bound_s": plan.lower_bound_s,
-        "floor_bytes": plan.floor_bytes,
-        "floor_time_s": plan.floor_time_s,
-        "truncated": plan.truncated,
-        "schedule": [[_NAMES_OF_STEPS[type(step)], *asdict(step).values()] for step in plan.schedule],
-    }
+    names = ("solver", "lower_bound_s", "floor_bytes", "floor_time_s", "truncated")
+    content = {"format": _FORMAT, "version": _VERSION} | {name: getattr(plan, name) for name in names}
+    content["schedule"] = [[_NAMES_OF_STEPS[type(step)], *asdict(step).values()] for step in plan.schedule]
     return pack(content | problem_to_json(plan.problem))
 
 

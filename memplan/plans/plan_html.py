@@ -68,7 +68,15 @@ def page_data(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[st
         "kinds": [[kind, text] for kind, text in KINDS.items()],
         "peak": {"where": planned.moment_text(planned.peak_moment), "bytes": planned.peak_by_kind()},
         "memory": {"unplanned": _memory(unplanned, strings), "planned": _memory(planned, strings)},
-        "curve": _curve(plan, curve),
+        "curve": {  # points [peak_bytes, time_s, name], of which those of the line are joined
+            "line": [[p.peak_bytes, p.time_s, f"found by {p.solver}"] for p in curve or ()],
+            "marks": [
+                *([[plan.floor_bytes, plan.floor_time_s, "smallest budget"]] if plan.knows_floor_time else []),
+                [plan.baseline_peak_bytes, plan.baseline_time_s, "unplanned"],
+                [plan.peak_bytes, plan.time_s, "this plan"],
+            ],
+            "unplanned_s": plan.baseline_time_s,
+        },
         "tables": _tables(planned, strings),
         "lanes": _lanes(planned, strings),
         "in_flight": plan.problem.in_flight,
@@ -126,17 +134,6 @@ def _largest(memory: StepMemory, names: list[str], moment: int, strings: _String
         [strings(f"{named([life.name for _, life in group])} {group[0][1].tensor}".rstrip()), size_bytes]
         for size_bytes, group in rows[:_MOST_NAMED]
     ]
-
-
-def _curve(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[str, Any]:
-    """Points [peak_bytes, time_s, name], and which are joined by a line."""
-    points = [[p.peak_bytes, p.time_s, f"found by {p.solver}"] for p in curve or ()]
-    marks = [
-        *([[plan.floor_bytes, plan.floor_time_s, "smallest budget"]] if plan.knows_floor_time else []),
-        [plan.baseline_peak_bytes, plan.baseline_time_s, "unplanned"],
-        [plan.peak_bytes, plan.time_s, "this plan"],
-    ]
-    return {"line": points, "marks": marks, "unplanned_s": plan.baseline_time_s}
 
 
 def _tables(memory: StepMemory, strings: _Strings) -> list[dict[str, Any]]:
