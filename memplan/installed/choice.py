@@ -89,7 +89,13 @@ class StepChoice:
 
     def begin(self, call: Call) -> ServingStep:
         """The step that serves a new call."""
-        self._look_for_gradients()
+        # Gradients of an earlier step are there in loops that zero them between forward and backward, or add them up.
+        self._held.look(not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients)
+        if self.is_fixed:
+            why = self._why_no_room()
+            self._held.extra_bytes = 0
+            if why is not None:
+                self._tell_of_gradients(why)
         if self.agreement is None:
             step = self._known_step(call) or or_raise(self._planned(call))
         else:
@@ -328,19 +334,6 @@ class StepChoice:
         counts = [len(plan.problem.graph.tangents) for plan in plans]
         fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
         return min(fewer, default=None)
-
-    def _look_for_gradients(self) -> None:
-        """Note which gradients of an earlier step are there.
-
-        They are in loops that zero them between forward and backward, or that add up those of several batches.
-        """
-        uncounted = not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients
-        self._held.look(uncounted)
-        if self.is_fixed:
-            why = self._why_no_room()
-            self._held.extra_bytes = 0
-            if why is not None:
-                self._tell_of_gradients(why)
 
     def _why_no_room(self) -> str | None:
         """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""

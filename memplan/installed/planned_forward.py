@@ -23,7 +23,6 @@ from memplan.installed.unplanned import UnplannedLoss
 from memplan.installed.unused import UnusedPlan
 from memplan.logs import log
 from memplan.planning.planner import Planner
-from memplan.planning.settings import LossFunction
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.program import Program
@@ -78,11 +77,6 @@ class PlannedForward:
     def shards(self) -> Shards | None:
         """The interface to the engine that has sharded the parameters; None if they are whole."""
         return self._planner.settings.shards
-
-    @property
-    def loss_fn(self) -> LossFunction | None:
-        """The loss that is part of the step; None if the model's own output is what it returns."""
-        return self._planner.settings.loss_fn
 
     @property
     def plan(self) -> Plan | None:
@@ -246,7 +240,7 @@ def plans_set_aside(model: nn.Module) -> Iterator[int]:
                 count += 1
                 stack.enter_context(planned.stepping_aside())
                 stack.enter_context(planned.fetching())
-                if planned.loss_fn is not None:
-                    module.forward = loss = UnplannedLoss(module, planned.loss_fn)
+                if (loss_fn := planned._planner.settings.loss_fn) is not None:
+                    module.forward = loss = UnplannedLoss(module, loss_fn)
                     stack.callback(loss.uninstall)
         yield count

@@ -51,13 +51,47 @@ class PlanSearch:
         self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
 
     def plan(self, captured: Capture) -> Plan | Refused:
-        """The fastest known schedule within the budget."""
+        """The fastest known schedule within the budget.
+
+        With a host budget it may offload values, and may have parameters live on the host.
+        """
         if self._settings.shards is not None:
             return self.with_gathers(self._problems.with_shards(captured))
-        problem = self._problems.problem(captured)
-        if self._placement.host_budget is not None:
-            return self._with_host(captured, problem)
-        return self._within(problem, self._front(problem))
+        problem, placement = self._problems.problem(captured), self._placement
+        if placement.host_budget is None:
+            return self._within(problem, self._front(problem))
+        by_homes = self._problems.by_homes(captured, problem)
+        if isinstance(by_homes, UnsupportedModel):
+            return by_homes
+        parts, problem_of = by_homes
+        plain = problem_of(frozenset())
+        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
+        within = self._limits.less_margin(limit)
+        alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = alone is not None and alone.keep_all.peak_bytes <= within
+        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
+        least = least_peak_bytes(all_names(parts), front, problem_of)
+        search = functools.partial(
+            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+        )  # fmt: skip
+        chosen = search(within) or search(limit)
+        if chosen is None and self._limits.raised_to(least) > limit:
+            limit = within = least
+            chosen = search(limit)
+        if chosen is None:
+            return no_room(plain, least, limit, placement.host_limit)
+        chosen = self._reserving(within, chosen, search)
+        if self._settings.keep_frozen:
+            staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
+            if staying is not None:
+                staying = self._reserving(within, staying, functools.partial(search, stays=True))
+            if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
+                chosen = staying
+        if placement.host is None:
+            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
+        placement.decide(chosen.host)
+        plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+        return self._telling_of_reserved(plan, within)
 
     def ladder(self, captured: Capture) -> tuple[Plan, ...] | Refused:
         """Plans for a step of any size. The first is for the captured call, the others suit longer and shorter ones."""
@@ -86,9 +120,7 @@ class PlanSearch:
             return plan_of_front(problem, front, chosen, limit)
         reserved = fastest_reserved(problem, front, within)
         plan = plan_of_front(problem, front, reserved or chosen, limit)
-        if reserved is None:
-            _tell_of_reserved(plan)
-        return plan
+        return self._telling_of_reserved(plan, within) if reserved is None else plan
 
     def curve(self, captured: Capture) -> tuple[Plan, ...] | UnsupportedModel:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
@@ -132,47 +164,7 @@ class PlanSearch:
         if chosen is None:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         chosen = self._reserving(within, chosen, search)
-        plan = plan_of_residency(chosen, (front,), limit, least)
-        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
-            _tell_of_reserved(plan)
-        return plan
-
-    def _with_host(self, captured: Capture, problem: Problem) -> Plan | Refused:
-        """A plan that may offload values, and may have parameters live on the host."""
-        by_homes = self._problems.by_homes(captured, problem)
-        if isinstance(by_homes, UnsupportedModel):
-            return by_homes
-        parts, problem_of = by_homes
-        plain, placement = problem_of(frozenset()), self._placement
-        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
-        within = self._limits.less_margin(limit)
-        alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
-        free = alone is not None and alone.keep_all.peak_bytes <= within
-        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
-        least = least_peak_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(
-            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
-        )  # fmt: skip
-        chosen = search(within) or search(limit)
-        if chosen is None and self._limits.raised_to(least) > limit:
-            limit = within = least
-            chosen = search(limit)
-        if chosen is None:
-            return no_room(plain, least, limit, placement.host_limit)
-        chosen = self._reserving(within, chosen, search)
-        if self._settings.keep_frozen:
-            staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
-            if staying is not None:
-                staying = self._reserving(within, staying, functools.partial(search, stays=True))
-            if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
-                chosen = staying
-        if placement.host is None:
-            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
-        placement.decide(chosen.host)
-        plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
-        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
-            _tell_of_reserved(plan)
-        return plan
+        return self._telling_of_reserved(plan_of_residency(chosen, (front,), limit, least), within)
 
     def _reserving(self, limit_bytes: int, chosen: Residency, search: Callable[[int], Residency | None]) -> Residency:
         """A choice for which PyTorch's CUDA allocator reserves no more than the limit.
@@ -190,6 +182,17 @@ class PlanSearch:
                 return chosen
             found, searches = lower, searches + 1
         return found
+
+    def _telling_of_reserved(self, plan: Plan, limit_bytes: int) -> Plan:
+        """The plan, with a warning where more is reserved for it than the limit."""
+        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > limit_bytes:
+            budget_bytes = plan.problem.budget_bytes or 0
+            log.warning(
+                "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
+                "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
+                format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(budget_bytes),
+            )  # fmt: skip
+        return plan
 
     def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
         """Warn where a fused optimizer would update what lives on the host in much less time."""
@@ -218,15 +221,6 @@ class PlanSearch:
         if front.truncated:
             log.warning("the search was stopped before it was done; the best schedule so far is taken")
         return front
-
-
-def _tell_of_reserved(plan: Plan) -> None:
-    """Warn that more is reserved for a plan than its budget."""
-    log.warning(
-        "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
-        "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
-        format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(plan.problem.budget_bytes or 0),
-    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -267,9 +267,10 @@ def backward_bytes(flat: Flat) -> Ints:
     fixed = [live]
     for op in range(a.boundary, flat.op_count):
         # An output takes over the memory of a value: of a gradient it is counted already, of a forward value not yet.
-        live += sum(int(a.size_bytes[v]) for v in flat.makes[op] if not _counted(flat, v))
-        fixed.append(live + int(a.scratch_bytes[op]))
         taken = {int(a.taken[v]) for v in flat.makes[op]}
+        over = [v for v in flat.makes[op] if a.taken[v] >= 0 and a.producer[a.taken[v]] < a.boundary]
+        live += sum(int(a.size_bytes[v]) for v in flat.makes[op] if v in over or not a.in_place[v])
+        fixed.append(live + int(a.scratch_bytes[op]))
         gone = [v for v in flat.reads[op] if a.producer[v] >= a.boundary and last_read[v] == op and v not in taken]
         gone += [v for v in flat.makes[op] if last_read[v] < 0]
         live -= sum(int(a.size_bytes[v]) for v in gone if not a.held[v])
@@ -286,12 +287,6 @@ def _given_back(flat: Flat, ops: range, held: bool) -> int:
     a = flat.arrays
     made = (v for op in ops for v in flat.makes[op])
     return sum(int(a.size_bytes[v]) for v in made if a.in_place[v] and a.taken[v] < 0 and (held or not a.held[v]))
-
-
-def _counted(flat: Flat, value: int) -> bool:
-    a = flat.arrays
-    taken = int(a.taken[value])
-    return bool(a.in_place[value]) and not (taken >= 0 and a.producer[taken] < a.boundary)
 
 
 def _floor(flat: Flat, fixed: Ints) -> int:

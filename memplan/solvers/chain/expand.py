@@ -135,7 +135,7 @@ def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options:
         for k, option in enumerate(found.options):
             saved[i, k] = _nearest(option.saved_bytes, unit)
             ahead[i, k] = option.forward_peak_bytes
-            back[i, k] = _up(option.backward_peak_bytes + outside.grads[i], unit)
+            back[i, k] = option.backward_peak_bytes + outside.grads[i]
             cost_first[i, k] = option.recompute_s
             cost_again[i, k] = option.recompute_s + option.forward_s
     incoming, a = [b.incoming_bytes for b in blocks], flat.arrays
@@ -150,11 +150,11 @@ def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options:
         option_count=np.array([len(o.options) for o in options], dtype=np.int64),
         saved=saved,
         forward_peak=-(-ahead // unit),
-        backward_peak=back,
+        backward_peak=-(-back // unit),
         cost_first=cost_first,
         cost_again=cost_again,
         width=np.ascontiguousarray((np.cumsum(made[::-1], axis=0)[::-1] + unit // 2) // unit),
-        leaf_peak=np.array([_up(o.leaf_peak_bytes, unit) for o in options], dtype=np.int64),
+        leaf_peak=-(-np.array([o.leaf_peak_bytes for o in options], dtype=np.int64) // unit),
         leaf_again=np.array([o.leaf_s for o in options], dtype=np.float64),
         outside_first=np.array([_nearest(x, unit) for x in outside.first], dtype=np.int64),
         outside_again=np.array([_nearest(g + x, unit) for g, x in zip(outside.grads, incoming, strict=True)], np.int64),
@@ -164,10 +164,6 @@ def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options:
 def _nearest(size_bytes: int, unit: int) -> int:
     """Slots to the nearest: a block may hold hundreds of tiny values, and the true peak is replayed afterwards."""
     return (size_bytes + unit // 2) // unit
-
-
-def _up(size_bytes: int, unit: int) -> int:
-    return -(-size_bytes // unit)
 
 
 # Steps of a plan: a block and the option by which its backward part runs, or one of these.

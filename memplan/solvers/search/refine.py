@@ -38,11 +38,11 @@ def refine(
     out.
     """
     a, floor_bytes, best = flat.arrays, bound.floor_bytes, pareto(known)
-    rounds = _rounds(flat, figures)
+    rounds = min(figures.rounds, max(8, figures.lower_work // flat.op_count))  # fewer on long steps: each costs more
     start = pareto(sketches)
     found = list(start)
     for sketch in start[: figures.descents]:
-        new = _descend(flat, sketch, floor_bytes, figures)
+        new = _descend(flat, sketch, floor_bytes, rounds, figures)
         order = bring_down(a, sketch.order, floor_bytes, rounds, figures.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
@@ -101,22 +101,16 @@ def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:
     return fitting > 0 and best[fitting - 1].time_s <= (1 + _CLOSE) * bound.time_s(target_bytes)
 
 
-def _rounds(flat: Flat, figures: SearchFigures) -> int:
-    """Rounds of lowering; fewer on long steps, where each costs more."""
-    return min(figures.rounds, max(8, figures.lower_work // flat.op_count))
-
-
 def _lowered(solver: str) -> str:
     return solver if solver.endswith("lowered") else solver + ", lowered"
 
 
-def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, figures: SearchFigures) -> list[Sketch]:
+def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, rounds: int, figures: SearchFigures) -> list[Sketch]:
     """Lower a peak towards the floor in steps, smaller ones where a step fails.
 
     A target far out of reach misleads the search: every recomputation then adds to the excess somewhere.
     """
     found: list[Sketch] = []
-    rounds = _rounds(flat, figures)
     part = 4
     for _ in range(figures.descent_steps):
         target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
