@@ -196,7 +196,7 @@ def apply(
         model = aside.enter_context(_compiled_aside(given, settings.kernels))
         refuse_without_forward(model)
         before = planned_forward(model)
-        less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
+        less_bytes = None if before is None or sample is None else before.choice.floor_of_fewer_outputs(sample)
         with _plan_set_aside(model) as original:
             agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
@@ -220,7 +220,7 @@ def apply(
                 with errors_of_forward():
                     step = None if make is None else make()
             if step is not None:
-                planned.add(step, time.monotonic() - began_s)
+                planned.choice.add(step, time.monotonic() - began_s)
         if before is not None:
             before.uninstall()
             planned.undo = before.undo
@@ -375,7 +375,7 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, .
     tensors = [[t for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)] for sample in samples]
     sizes_bytes = [sum(t.numel() * t.element_size() for t in of_one) for of_one in tensors]
     order = sorted(range(len(samples)), key=sizes_bytes.__getitem__, reverse=True)
-    plans = {index: planned.prepare(samples[index]) for index in order}
+    plans = {index: planned.choice.prepare(samples[index]) for index in order}
     return tuple(plans[index] for index in range(len(samples)))
 
 

@@ -37,7 +37,7 @@ def report(model: nn.Module) -> str | None:
     planned = planned_forward(model)
     if planned is None or planned.plan is None:
         return None
-    return loop_text(planned.plan, planned.grown_bytes, planned.passes.peak_bytes)
+    return loop_text(planned.plan, planned.recovery.grown_bytes, planned.passes.peak_bytes)
 
 
 def grown_bytes(model: nn.Module) -> int | None:
@@ -47,7 +47,7 @@ def grown_bytes(model: nn.Module) -> int | None:
     """
     refuse_no_module(model)
     planned = planned_forward(model)
-    return None if planned is None else planned.grown_bytes
+    return None if planned is None else planned.recovery.grown_bytes
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -84,7 +84,9 @@ def main() -> int:
                 grid = solve_grid(searched, known, args.parts, args.parts, args.parts // 2)
                 seconds = time.process_time() - start
                 forward_s = float(block.flat.arrays.time_s[:forward].sum()) or 1.0
-                gap = max(min(a.gap_s / forward_s, 1.0 - a.bound_s / forward_s) for a in grid.answers)
+                gaps_s = [0.0 if a.certified else a.recompute_s - a.bound_s for a in grid.answers]
+                pairs = zip(grid.answers, gaps_s, strict=True)
+                gap = max(min(gap_s / forward_s, 1.0 - a.bound_s / forward_s) for a, gap_s in pairs)
                 nodes = sum(a.nodes for a in grid.answers)
                 highs = highs_ratio(block, grid, args.highs) if args.highs else ""
                 figures = f"{len(grid.answers):5} {grid.certified:9.1%} {max(0.0, gap):7.3f} {nodes:7} {seconds:6.2f}"

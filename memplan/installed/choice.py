@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-from memplan.capture.ops.sizes import Varying, all_sizes
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
@@ -43,6 +43,7 @@ class StepChoice:
     - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
+    - takes_any_size: one plan may serve calls of many sizes, else each size is planned by itself.
     - aside: gives a context in which the model's own forward is in place.
     - attend: called with every new step before it is used.
     """
@@ -65,7 +66,7 @@ class StepChoice:
         self.known = KnownSteps(self._no_room, self._counts_more)
         self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
-        self._takes_any_size = planner.settings.takes_any_size
+        self.takes_any_size = planner.settings.takes_any_size
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
         self._shared = SharedBackward()
@@ -78,7 +79,7 @@ class StepChoice:
 
     def plan_each_size(self) -> None:
         """Plan calls of each size by themselves from now on."""
-        self._takes_any_size = False
+        self.takes_any_size = False
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
@@ -88,12 +89,20 @@ class StepChoice:
 
     def begin(self, call: Call) -> ServingStep:
         """The step that serves a new call."""
-        self._look_for_gradients()
+        # Gradients of an earlier step are there in loops that zero them between forward and backward, or add them up.
+        self._held.look(not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients)
+        if self.is_fixed:
+            why = self._why_no_room()
+            self._held.extra_bytes = 0
+            if why is not None:
+                self._tell_of_gradients(why)
         if self.agreement is None:
             step = self._known_step(call) or step_or_raise(self._planned(call))
         else:
             step = self._agreed(call, self.agreement, lambda share: step_or_raise(self._planned(call, share)))
-        self._tell_of_flight(step, call)
+        if self.planner.settings.in_flight == 1 and isinstance(step, PlannedStep):
+            limit_bytes = self.planner.limits.budget_bytes
+            self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, limit_bytes))
         return step
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:
@@ -114,7 +123,10 @@ class StepChoice:
     def _known_step(self, call: Call) -> ServingStep | None:
         """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
         serving = self.known.serving(call)
-        step = next(serving, None) if self.alone else min(serving, key=_seconds, default=None)
+        if self.alone:
+            step = next(serving, None)
+        else:  # of those that run unplanned nothing is known
+            step = min(serving, key=lambda step: 0.0 if step.plan is None else step.plan.time_s, default=None)
         return None if step is None else self.known.use(step)
 
     def _counts_more(self, step: ServingStep) -> bool:
@@ -157,7 +169,12 @@ class StepChoice:
             known, reason = self._start(call, mismatches)
         log.info("planning, because %s", reason)
         unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
-        self._tell_of_passing(call, known)
+        if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
+            now = ", ".join(call.paths)
+            why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
+            self.voice.warn(
+                {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
+            )
         if self.known.kinds == _MANY_KINDS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
@@ -200,7 +217,8 @@ class StepChoice:
 
         Gives a value that has made several plans, so that no plan should depend on it any more.
         """
-        value = None if self.known.last is None else self.known.last.key.other_value(call)
+        last = next(self.known.whole(), None)
+        value = None if last is None else last.key.other_value(call)
         if value is None or value in self.planner.capturing.unsteady:
             return None
         self._moved[value] += 1
@@ -246,7 +264,7 @@ class StepChoice:
         same = next(self.known.of_same_kind(call, mismatches), None)
         if same is not None:
             return self.planner.resized(same, call)
-        like, varying = self.known.of_other_size(call) if self._takes_any_size else (None, Varying())
+        like, varying = self.known.of_other_size(call) if self.takes_any_size else (None, Varying())
         return self.planner.step(call, known, share, like, varying)
 
     def _longest(self, call: Call, mismatches: Mismatches) -> str | None:
@@ -263,17 +281,6 @@ class StepChoice:
         shapes = [shape for shape, _ in sizes.layouts(found)]
         varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
         return f"Of such calls, the longest that fits has {', '.join(varying)}"
-
-    def varying(self, step: PlannedStep, call: Call) -> Varying:
-        """The sizes in which a call differs from that of a step, and from others that the step serves.
-
-        Empty where it differs in anything else, and where each size is planned by itself.
-        """
-        return step.key.varying(call) if self._takes_any_size else Varying()
-
-    def may_vary(self, call: Call) -> Varying:
-        """All sizes of a call; empty where each size is planned by itself."""
-        return all_sizes(call.tensors) if self._takes_any_size else Varying()
 
     def in_place_of(self, before: ServingStep, after: ServingStep) -> ServingStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
@@ -328,19 +335,6 @@ class StepChoice:
         fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
         return min(fewer, default=None)
 
-    def _look_for_gradients(self) -> None:
-        """Note which gradients of an earlier step are there.
-
-        They are in loops that zero them between forward and backward, or that add up those of several batches.
-        """
-        uncounted = not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients
-        self._held.look(uncounted)
-        if self.is_fixed:
-            why = self._why_no_room()
-            self._held.extra_bytes = 0
-            if why is not None:
-                self._tell_of_gradients(why)
-
     def _why_no_room(self) -> str | None:
         """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""
         if not self._held.extra_bytes:
@@ -369,21 +363,6 @@ class StepChoice:
         self.voice.warn({"gradients": why})
         self._held.extra_bytes = 0
 
-    def _tell_of_passing(self, call: Call, known: Sequence[ServingStep]) -> None:
-        """Warn once where a call is new only in how it passes arguments, as by name instead of by position."""
-        if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
-            now = ", ".join(call.paths)
-            why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
-            self.voice.warn(
-                {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
-            )
-
-    def _tell_of_flight(self, step: ServingStep, call: Call) -> None:
-        """Warn once where forwards wait for their backward while another begins."""
-        if self.planner.settings.in_flight > 1 or not isinstance(step, PlannedStep):
-            return
-        self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, self.planner.limits.budget_bytes))
-
     def tell_of_backward(self, step: PlannedStep, again: bool) -> None:
         """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
 
@@ -396,8 +375,3 @@ class StepChoice:
     def tell_once(self, subject: str, around: str) -> None:
         """Warn once that the model runs unplanned under something that is around the call."""
         self.voice.warn({subject: f"the model runs unplanned under {around}"})
-
-
-def _seconds(step: ServingStep) -> float:
-    """The predicted time of a step; 0 for one that runs unplanned, of which nothing is known."""
-    return 0.0 if step.plan is None else step.plan.time_s

@@ -31,12 +31,7 @@ class Comparison:
         self._predicted = step.planned  # of the first step; later ones may have other sizes
         runner = step.runner
         is_host = runner.store.transfers.is_host
-        self._observer = runner.watch = Observer(runner.device, self._held, self._compare, is_host)
-
-    @property
-    def grown_bytes(self) -> int | None:
-        """The most that the step held beyond what was there before it. None until that step is over."""
-        return self._observer.grown_bytes
+        self.observer = runner.watch = Observer(runner.device, self._held, self._compare, is_host)
 
     def _held(self) -> list[Any]:
         self._predicted = self._step.plan

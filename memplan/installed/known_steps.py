@@ -35,13 +35,8 @@ class KnownSteps:
         """How many captures the steps are of."""
         return len({step.kind for step in self.all})
 
-    @property
-    def last(self) -> PlannedStep | None:
-        """The planned step that was used last."""
-        return next(self.whole(), None)
-
     def whole(self) -> Iterator[PlannedStep]:
-        """The steps that have a plan."""
+        """The steps that have a plan, the last one used first."""
         return (step for step in self.all if isinstance(step, PlannedStep))
 
     @contextlib.contextmanager

@@ -45,7 +45,8 @@ class UnplannedPasses:
         size_bytes = sum(t.nbytes for t in tensors)
         device = next((p.device for p in self._model.parameters()), torch.device("meta"))
         # On a CPU, parameters that come and go are not told from others.
-        countable = device.type == "cuda" or (device.type == "cpu" and not self._moves)
+        moves = bool(self._placement.host) or self._placement.gathers is not None
+        countable = device.type == "cuda" or (device.type == "cpu" and not moves)
         if plan is None or not countable or size_bytes < _LARGER * self._inputs_bytes or private.someone_traces():
             yield
             return
@@ -73,11 +74,6 @@ class UnplannedPasses:
                 f"budget of {format_bytes(limit_bytes)}, which is for training steps. {remedy}"
             )
             self._voice.warn({"passes": text})
-
-    @property
-    def _moves(self) -> bool:
-        """Whether parameters are not on the device throughout."""
-        return bool(self._placement.host) or self._placement.gathers is not None
 
 
 def _remedy(before_bytes: int, grown_bytes: int, limit_bytes: int, tensors: list[torch.Tensor]) -> str:

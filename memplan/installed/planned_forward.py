@@ -15,7 +15,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.shards import Shards
-from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.call import Call, CallReader, Forward
 from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.passes import UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
@@ -23,7 +23,6 @@ from memplan.installed.unplanned import UnplannedLoss
 from memplan.installed.unused import UnusedPlan
 from memplan.logs import log
 from memplan.planning.planner import Planner
-from memplan.planning.settings import LossFunction
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.program import Program
@@ -40,6 +39,7 @@ class PlannedForward:
     - on_mismatch, on_oom: as for `memplan.apply`.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
+    - choice: which step serves a call. recovery: what it takes to go on where a step can't.
     - passes: calls that run without a plan.
     - undo: what else to call when the plan is taken off.
     """
@@ -79,46 +79,33 @@ class PlannedForward:
         return self._planner.settings.shards
 
     @property
-    def loss_fn(self) -> LossFunction | None:
-        """The loss that is part of the step; None if the model's own output is what it returns."""
-        return self._planner.settings.loss_fn
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether gradients update parameters as soon as they arrive."""
-        return self._planner.placement.updates is not None
-
-    @property
     def plan(self) -> Plan | None:
         """The plan that ran last, or will run first. None before there is one."""
         return self.steps[0].plan if self.steps else None
-
-    @property
-    def grown_bytes(self) -> int | None:
-        """The most that the first step held beyond what was there before it. None until that step is over."""
-        return self.recovery.grown_bytes
 
     @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_aside():
             self.choice.known.let_go()
-            return self.original(*args, **kwargs) if self._is_set_aside else self._run_aside(args, kwargs)
+            if self._is_set_aside:
+                return self.original(*args, **kwargs)
+            with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):
+                return self.original(*args, **kwargs)
         call = self.choice.reader.read(args, kwargs)
         with contextlib.suppress(ForwardFails), self.choice.known.one_call():
             return self._run_planned(call)
         with self.stepping_aside(), self.fetching():
             return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
 
-    def _run_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):
-            return self.original(*args, **kwargs)
-
     def _run_planned(self, call: Call) -> Any:
         self._unused.end()
         step, again = self.choice.begin(call), False
         while True:
             try:
-                return self._run(step, call)
+                if isinstance(step, PlannedStep):
+                    return step.run(call)
+                with self.stepping_aside(), self.fetching():
+                    return step.run(call)
             except Exception as error:
                 if not self.recovery.mends(error):
                     raise
@@ -146,12 +133,6 @@ class PlannedForward:
             return True
         return False
 
-    def _run(self, step: ServingStep, call: Call) -> Any:
-        if isinstance(step, PlannedStep):
-            return step.run(call)
-        with self.stepping_aside(), self.fetching():
-            return step.run(call)
-
     def fetching(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the model's own forward, and parts of it, find parameters that live on the host."""
         away, device = self._planner.placement.away(), self._planner.placement.device
@@ -167,26 +148,11 @@ class PlannedForward:
         finally:
             self._is_set_aside = before
 
-    def add(self, step: ServingStep, took_s: float = 0.0) -> None:
-        """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
-        self.choice.add(step, took_s)
-
     def _attend(self, step: ServingStep) -> None:
         if vars(self.model).get("forward") is self:
             self.install()  # the first plan says what else that takes
         if isinstance(step, PlannedStep):
             self.recovery.attend(step)
-
-    def prepare(self, sample: Sample) -> Plan | None:
-        """Plan calls like the sample in full, together with the other ranks that train the model. Returns the plan."""
-        return self.choice.prepare(sample)
-
-    def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
-        """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
-
-        None where no backward has.
-        """
-        return self.choice.floor_of_fewer_outputs(sample)
 
     # -- in and out of the model ------------------------------------------------------------------------------------
 
@@ -269,12 +235,12 @@ def plans_set_aside(model: nn.Module) -> Iterator[int]:
         for module in model.modules():
             planned = vars(module).get("forward")
             if isinstance(planned, PlannedForward):
-                if planned.updates_in_backward:
+                if planned._planner.placement.updates is not None:
                     raise ValueError("a plan with update='backward' leaves no gradients; call memplan.remove first")
                 count += 1
                 stack.enter_context(planned.stepping_aside())
                 stack.enter_context(planned.fetching())
-                if planned.loss_fn is not None:
-                    module.forward = loss = UnplannedLoss(module, planned.loss_fn)
+                if (loss_fn := planned._planner.settings.loss_fn) is not None:
+                    module.forward = loss = UnplannedLoss(module, loss_fn)
                     stack.callback(loss.uninstall)
         yield count

@@ -11,7 +11,7 @@ import torch
 
 from memplan import torch_private as private
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Autocast
@@ -42,7 +42,7 @@ class Recovery:
     @property
     def grown_bytes(self) -> int | None:
         """The most that the first step held beyond what was there before it. None until that step is over."""
-        return None if self._comparison is None else self._comparison.grown_bytes
+        return None if self._comparison is None else self._comparison.observer.grown_bytes
 
     def attend(self, step: PlannedStep) -> None:
         """Look after a step from now on. The first one that was planned in full is compared with its prediction."""
@@ -130,7 +130,8 @@ class Recovery:
             if other.forward_ops(call) == step.forward_ops(call):
                 return other
         log.info("planning, because %s", problem)
-        planned = self._planned_for(step, call, tangents, backward, self._choice.may_vary(call))
+        may_vary = all_sizes(call.tensors) if self._choice.takes_any_size else Varying()
+        planned = self._planned_for(step, call, tangents, backward, may_vary)
         if isinstance(planned, Refused):
             raise PlanMismatch(f"{problem}. A plan for that fails, because {planned}") from planned
         planned_bytes, needed_bytes = step.plan.floor_bytes, planned.plan.floor_bytes
@@ -155,7 +156,7 @@ class Recovery:
         may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
         """
         choice, layouts, seen = self._choice, layouts_of(tangents), step.capture.answers
-        known = Varying() if step.sized is None else choice.varying(step, call)
+        known = step.key.varying(call) if step.sized is not None and choice.takes_any_size else Varying()
         for varying in dict.fromkeys((known or may_vary, Varying())):
             with choice.planning():
                 other = choice.planner.step_for(call, layouts, backward, seen, choice.known.all, varying)

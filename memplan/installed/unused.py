@@ -36,7 +36,7 @@ class UnusedPlan:
             return
         self.end()
         kind = type(model).__name__
-        if is_lightning(model):
+        if any(base.__name__ == "LightningModule" for base in type(model).__mro__):  # whose trainer calls training_step
             raise UnsupportedModel(
                 f"{kind} trains without its plan: Lightning calls training_step, and that does not call forward, for "
                 f"which the plan is. Call self(...) in training_step, or {_advice(model)}"
@@ -63,11 +63,6 @@ def _hear_of_steps() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for unused in list(_watching):
         unused._look(optimizer)
-
-
-def is_lightning(model: nn.Module) -> bool:
-    """Whether the model is a LightningModule, whose trainer calls `training_step` and not forward."""
-    return any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
 
 
 def refuse_without_forward(model: nn.Module) -> None:

@@ -89,7 +89,9 @@ class Capturing:
         They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state.
         """
         paths = [called for called in self._known.islands.callables if isinstance(called, str)]
-        found = [layers for path in sorted(paths) for layers in _layers_of_island(self._model, path)]
+        found = list[str]()
+        for path in sorted(paths):  # the layers of a module, or else the module as a whole
+            found += [f"{path}.{layer}" for layer in layers_of(self._model.get_submodule(path))] or [path]
         if self._known.layers or not found or self._placement.host or self._known.compiled:
             return False
         call = self.call_of(sample)
@@ -189,13 +191,19 @@ class Capturing:
         captured = captured_for(tangents, varying)
         if isinstance(captured, UnsupportedModel):
             return captured
-        assert captured.traced.sizes is not None
+        sizes = captured.traced.sizes
+        assert sizes is not None
         for_one = captured_for(_arriving(captured.traced) if tangents else None, Varying())
         if isinstance(for_one, UnsupportedModel):
             return for_one
-        if not _is_at_its_sizes(captured.traced, for_one.traced):
+        ops, alone = (
+            # Keys of islands say for which sizes they are, and names of ops how many there were before.
+            [dataclasses.replace(op, name="", key="" if op.is_island else op.key) for op in step.graph.ops]
+            for step in (captured.traced, for_one.traced)
+        )
+        if ops != alone or captured.traced.template.plain(sizes.here) != for_one.traced.template.plain():
             return UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
-        for place in captured.traced.sizes.fixed:
+        for place in sizes.fixed:
             log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
         return captured
 
@@ -224,33 +232,24 @@ class Capturing:
         )
         captured = loop.captured()
         if isinstance(captured, UnsupportedModel):
-            if looks and not varying:
-                self._raise_own(captured, sample)
+            cause, ours = captured.__cause__, (MemplanError, *private.DATA_DEPENDENT_ERRORS)
+            if looks and not varying and not (cause is None or self._known.compiled or isinstance(cause, ours)):
+                found = look()
+                if isinstance(found, ForwardFails) and type(found.error) is type(cause):
+                    raise found  # forward raises it without a plan too
             return captured
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
             captured = captured.changed(_as_cuda_allocates)
-        captured = captured if settings.update == "step" else self._with_updates(captured)
+        if settings.update == "backward":
+            assert settings.optimizer is not None
+            needs, updates = update_needs(settings.optimizer, captured.traced.device), self._placement.updates
+            if updates is not None:  # a later one of their plans
+                needs = {p: needs.get(p, 0) for p in updates.parameters}
+            update_bytes = {name: needs[p] for name, p in self._model.named_parameters() if p in needs}
+            captured = captured.changed(lambda step: with_updates(step, update_bytes))
         return self._placement.homed(captured)
-
-    def _raise_own(self, refusal: UnsupportedModel, sample: Sample | Call) -> None:
-        """Raise ForwardFails if a trace has stopped at an error that forward raises without a plan too."""
-        cause = refusal.__cause__
-        if cause is None or self._known.compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
-            return
-        found = self._look_at_forward(sample)
-        if isinstance(found, ForwardFails) and type(found.error) is type(cause):
-            raise found
-
-    def _with_updates(self, captured: Capture) -> Capture:
-        """The capture where parameters are updated in the middle of backward."""
-        assert self._settings.optimizer is not None
-        needs = update_needs(self._settings.optimizer, captured.traced.device)
-        if self._placement.updates is not None:  # a later one of their plans
-            needs = {p: needs.get(p, 0) for p in self._placement.updates.parameters}
-        update_bytes = {name: needs[p] for name, p in self._model.named_parameters() if p in needs}
-        return captured.changed(lambda step: with_updates(step, update_bytes))
 
     @property
     def _run(self) -> Forward:
@@ -287,26 +286,6 @@ def _arriving(traced: Traced) -> dict[int, GradientLayout]:
     """The gradients with which the backward of a step begins, by output."""
     nodes = {i: traced.tangent_nodes[o.tangent] for i, o in enumerate(traced.outputs) if o.tangent is not None}
     return {i: GradientLayout.of(node.meta["val"]) for i, node in nodes.items()}
-
-
-def _is_at_its_sizes(traced: Traced, for_one: Traced) -> bool:
-    """Whether a step for many sizes is, at those of its call, the step that was traced for these alone.
-
-    It is not where forward does something else for a size that is no int: `isinstance(n, int)`, `str(n)`.
-    """
-    assert traced.sizes is not None
-    returned = traced.template.plain(traced.sizes.here)
-    ops, alone = (
-        # Keys of islands say for which sizes they are, and names of ops how many there were before.
-        [dataclasses.replace(op, name="", key="" if op.is_island else op.key) for op in step.graph.ops]
-        for step in (traced, for_one)
-    )
-    return ops == alone and returned == for_one.template.plain()
-
-
-def _layers_of_island(model: nn.Module, path: str) -> list[str]:
-    """What PyTorch can checkpoint in a module: its layers, or else the module as a whole."""
-    return [f"{path}.{layer}" for layer in layers_of(model.get_submodule(path))] or [path]
 
 
 def _as_cuda_allocates(step: Traced) -> Traced:

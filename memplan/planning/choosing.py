@@ -57,37 +57,25 @@ def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_byte
 
 
 def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
-    """A plan that may offload.
+    """A plan that may offload, and gathers parameters that are sharded.
 
-    - fronts: the fronts that it was made from.
-    - least_bytes: the smallest peak that copies reach.
-    """
-    found = chosen.found
-    bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
-    return Plan(
-        dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
-        found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,
-        any(front.truncated for front in fronts),
-    )  # fmt: skip
-
-
-def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_bytes: int) -> Plan:
-    """A plan that gathers sharded parameters.
-
-    - front: of the step without its sharded parameters.
+    - fronts: the fronts that it was made from. With gathers it is that of the step without its sharded parameters.
     - least_bytes: the smallest peak that gathers and copies reach.
     """
-    problem, found = chosen.problem, chosen.found
-    alone = problem.without_network
-    bound_s = max(gather_bound_s(problem), alone.baseline_time_s)
-    if problem.link is not None:
-        bound_s = max(bound_s, offload_bound_s(alone, budget_bytes))
-    elif front.keep_all.problem.costs == alone.costs:
-        bound_s = max(bound_s, front.bound.time_s(budget_bytes))
+    problem, found, solver = chosen.problem, chosen.found, chosen.found.solver
+    if problem.gather is None:
+        bound_s = offload_bound_s(problem, budget_bytes)
+    else:
+        alone, solver = problem.without_network, f"{solver}, with gathers"
+        bound_s = max(gather_bound_s(problem), alone.baseline_time_s)
+        if problem.link is not None:
+            bound_s = max(bound_s, offload_bound_s(alone, budget_bytes))
+        elif fronts[0].keep_all.problem.costs == alone.costs:
+            bound_s = max(bound_s, fronts[0].bound.time_s(budget_bytes))
     return Plan(
         dataclasses.replace(problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
-        f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
-        min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s, front.truncated,
+        solver, min(bound_s, found.timeline.time_s), min(least_bytes, found.timeline.peak_bytes),
+        found.timeline.time_s, any(front.truncated for front in fronts),
     )  # fmt: skip
 
 
@@ -95,27 +83,21 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
     """The refusal where no schedule without copies fits. floor: the schedule with the smallest peak that was found."""
     overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
     made_of = peak_in_short(step_memory(problem, floor.schedule, simulate(problem, floor.schedule)))
+    graph = problem.graph
+    largest_bytes, index = max((graph.op_bytes(i), i) for i in range(len(graph.ops)))
+    needed_bytes, where = largest_bytes + problem.resident_bytes, graph.ops[index].layer or "the model"
+    too_large = (
+        f"; {graph.ops[index].kind} in {where} needs {format_bytes(needed_bytes)} with its operands and what is "
+        "resident, even alone"
+    )
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. "
         f"{format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time)"
-        f"{_too_large(problem, limit)}. It is made of:\n" + "\n".join(made_of) + "\nRaise the budget, or make the step "
-        f"smaller{_fewer_outputs(problem)}",
+        f"{too_large if needed_bytes > limit else ''}. It is made of:\n" + "\n".join(made_of) + "\nRaise the budget, "
+        f"or make the step smaller{_fewer_outputs(problem)}",
         floor.peak_bytes,
         overhead,
         problem.baseline_time_s,
-    )
-
-
-def _too_large(problem: Problem, limit: int) -> str:
-    """A sentence that one op does not fit even alone; empty where all do."""
-    graph = problem.graph
-    needed_bytes, index = max((graph.op_bytes(i), i) for i in range(len(graph.ops)))
-    needed_bytes, op = needed_bytes + problem.resident_bytes, graph.ops[index]
-    if needed_bytes <= limit:
-        return ""
-    where = op.layer or "the model"
-    return (
-        f"; {op.kind} in {where} needs {format_bytes(needed_bytes)} with its operands and what is resident, even alone"
     )
 
 
@@ -129,18 +111,15 @@ def _fewer_outputs(problem: Problem) -> str:
 
 def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfeasible:
     """The refusal where parameters are gathered, or live on the host. host_limit: None where nothing is offloaded."""
-    if host_limit is None:
-        return BudgetInfeasible(
-            f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. {format_bytes(floor_bytes)} "
-            f"({floor_bytes} bytes) is the least. "
-            f"Raise the budget, or make the step smaller{_fewer_outputs(problem)}",
-            floor_bytes,
-            baseline_time_s=problem.baseline_time_s,
-        )
+    within, least = format_bytes(limit), f"{format_bytes(floor_bytes)} ({floor_bytes} bytes)"
+    remedy = "Raise the budget"
+    if host_limit is not None:
+        within = f"{within} on the device and {format_bytes(host_limit)} on the host"
+        least = f"With enough host memory, {least} on the device"
+        remedy = "Raise one of the budgets"
     return BudgetInfeasible(
-        f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host, so the step "
-        f"would run out of memory. With enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the "
-        f"device is the least. Raise one of the budgets, or make the step smaller{_fewer_outputs(problem)}",
+        f"no schedule fits {within}, so the step would run out of memory. {least} is the least. {remedy}, or make the "
+        f"step smaller{_fewer_outputs(problem)}",
         floor_bytes,
         baseline_time_s=problem.baseline_time_s,
     )

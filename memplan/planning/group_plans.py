@@ -153,7 +153,7 @@ class GroupPlans:
     def take_over(self, plan: Plan) -> None:
         """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""
         self._placement.take_over(plan)
-        self._limits.take_over(plan.problem.budget_bytes)
+        self._limits.reset(self._limits.budget_bytes or plan.problem.budget_bytes)
 
     def _facts(self, captured: Capture) -> tuple[object, ...]:
         """What a plan depends on, beside the budget."""

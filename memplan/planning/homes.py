@@ -48,15 +48,17 @@ def movables(traced: Traced, together: Collection[str] = ()) -> tuple[Movable, .
         if len(parameters) < len(gradient.nodes) or (len(parameters) > 1 and not set(parameters) <= set(together)):
             shared.add(gradient.value)
     found = []
-    in_order = _in_order_of_use(traced)
-    used = set(in_order)
-    for v in (*in_order, *(v for v in range(len(graph.values)) if v not in used)):
+    used = dict.fromkeys(v for op in graph.ops for v in op.inputs)
+    for v in dict.fromkeys((*used, *range(len(graph.values)))):
         value = graph.values[v]
-        names = tuple(r.name for n in traced.roots.get(v, ()) if (r := traced.residents.get(n)) is not None)
+        roots = [node for node in traced.roots.get(v, ()) if node in traced.residents]
+        names = tuple(traced.residents[node].name for node in roots)
         gradients = {gradient_of[n] for n in names if n in gradient_of}
         if value.role != "parameter" or not names or v in taken | outputs or value.reuses is not None:
             continue
-        if len(names) > 1 or not _is_all_of_its_memory(traced, v) or gradients & (shared | outputs):
+        tensors = [node.meta["val"] for node in roots]
+        whole = all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+        if len(names) > 1 or not whole or gradients & (shared | outputs):
             continue
         found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes, v in used))
     return tuple(found)
@@ -65,15 +67,6 @@ def movables(traced: Traced, together: Collection[str] = ()) -> tuple[Movable, .
 def all_names(movables: Sequence[Movable]) -> frozenset[str]:
     """All names of all parameters that can live on the host."""
     return frozenset(name for movable in movables for name in movable.names)
-
-
-def _is_all_of_its_memory(traced: Traced, value: int) -> bool:
-    tensors = [node.meta["val"] for node in traced.roots[value] if node in traced.residents]
-    return all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes for t in tensors)
-
-
-def _in_order_of_use(traced: Traced) -> list[int]:
-    return list(dict.fromkeys(v for op in traced.graph.ops for v in op.inputs))
 
 
 def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] = ()) -> Traced:

@@ -49,25 +49,22 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
     else:
         front = search()
         if not front.truncated:
-            keep(name, pack(_to_json(front, key), gzipped=True))
+            points = [[point.solver, point.order] for point in front.points]
+            bound = {"floor_bytes": front.bound.floor_bytes, "lines": front.bound.lines}
+            keep(name, pack({"key": key, "points": points} | bound, gzipped=True))
             keep_newest("front-*", _MOST_BYTES)
-    return _with_least(front, problem, config, f"least-{_digest(content['graph'], config)[:32]}.json.gz")
+    floor, name = front.floor, f"least-{_digest(content['graph'], config)[:32]}.json.gz"
 
-
-def _with_least(front: Front, problem: Problem, config: Config, name: str) -> Front:
-    """The front, joined by the schedule of the smallest peak that is known for the graph. name: of its file."""
-    found = front.floor
-
-    def of(content: Any) -> Candidate:
-        if content["order"] == list(found.order):  # mostly, and to account for it takes a while
-            return found
+    def least_of(content: Any) -> Candidate:
+        if content["order"] == list(floor.order):  # mostly, and to account for it takes a while
+            return floor
         return front_of_orders(problem, config, [(str(content["solver"]), content["order"])], front.bound).floor
 
-    least = _read(name, of)
-    if least is not None and least.peak_bytes <= found.peak_bytes:
+    least = _read(name, least_of)
+    if least is not None and least.peak_bytes <= floor.peak_bytes:
         is_used(name)
-        return front if least is found else front.joined(least)
-    keep(name, pack({"solver": found.solver, "order": found.order}, gzipped=True))
+        return front if least is floor else front.joined(least)
+    keep(name, pack({"solver": floor.solver, "order": floor.order}, gzipped=True))
     keep_newest("least-*", _MOST_BYTES)
     return front
 
@@ -93,15 +90,6 @@ def _digest_of_solvers() -> str:
     for path in sorted(path for folder in ("problem", "solvers") for path in (package / folder).rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def _to_json(front: Front, key: str) -> dict[str, Any]:
-    return {
-        "key": key,
-        "points": [[point.solver, point.order] for point in front.points],
-        "floor_bytes": front.bound.floor_bytes,
-        "lines": front.bound.lines,
-    }
 
 
 def _from_json(content: Any, key: str, problem: Problem, config: Config) -> Front:

@@ -77,10 +77,6 @@ class Limits:
         """Set the budget. None: it is not known."""
         self.budget_bytes = budget_bytes
 
-    def take_over(self, budget_bytes: int | None) -> None:
-        """Take the budget of a plan that was made elsewhere, where none is known yet."""
-        self.budget_bytes = self.budget_bytes or budget_bytes
-
     def less_margin(self, limit_bytes: int) -> int:
         """What a plan may peak at, so that a step stays within the limit with the margin added."""
         return int(limit_bytes / (1 + self.margin))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from memplan.capture.capture import Capture
@@ -20,7 +20,6 @@ from memplan.planning.choosing import (
     no_room,
     plan_of_front,
     plan_of_residency,
-    plan_with_gathers,
 )
 from memplan.planning.homes import all_names
 from memplan.planning.kept_fronts import kept_front
@@ -52,13 +51,47 @@ class PlanSearch:
         self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
 
     def plan(self, captured: Capture) -> Plan | Refused:
-        """The fastest known schedule within the budget."""
+        """The fastest known schedule within the budget.
+
+        With a host budget it may offload values, and may have parameters live on the host.
+        """
         if self._settings.shards is not None:
             return self.with_gathers(self._problems.with_shards(captured))
-        problem = self._problems.problem(captured)
-        if self._placement.host_budget is not None:
-            return self._with_host(captured, problem)
-        return self._within(problem, self._front(problem))
+        problem, placement = self._problems.problem(captured), self._placement
+        if placement.host_budget is None:
+            return self._within(problem, self._front(problem))
+        by_homes = self._problems.by_homes(captured, problem)
+        if isinstance(by_homes, UnsupportedModel):
+            return by_homes
+        parts, problem_of = by_homes
+        plain = problem_of(frozenset())
+        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
+        within = self._limits.less_margin(limit)
+        alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = alone is not None and alone.keep_all.peak_bytes <= within
+        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
+        least = least_peak_bytes(all_names(parts), front, problem_of)
+        search = functools.partial(
+            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+        )  # fmt: skip
+        chosen = search(within) or search(limit)
+        if chosen is None and self._limits.raised_to(least) > limit:
+            limit = within = least
+            chosen = search(limit)
+        if chosen is None:
+            return no_room(plain, least, limit, placement.host_limit)
+        chosen = self._reserving(within, chosen, search)
+        if self._settings.keep_frozen:
+            staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
+            if staying is not None:
+                staying = self._reserving(within, staying, functools.partial(search, stays=True))
+            if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
+                chosen = staying
+        if placement.host is None:
+            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
+        placement.decide(chosen.host)
+        plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+        return self._telling_of_reserved(plan, within)
 
     def ladder(self, captured: Capture) -> tuple[Plan, ...] | Refused:
         """Plans for a step of any size. The first is for the captured call, the others suit longer and shorter ones."""
@@ -87,18 +120,34 @@ class PlanSearch:
             return plan_of_front(problem, front, chosen, limit)
         reserved = fastest_reserved(problem, front, within)
         plan = plan_of_front(problem, front, reserved or chosen, limit)
-        if reserved is None:
-            _tell_of_reserved(plan)
-        return plan
+        return self._telling_of_reserved(plan, within) if reserved is None else plan
 
     def curve(self, captured: Capture) -> tuple[Plan, ...] | UnsupportedModel:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        problem = self._problems.problem(captured)
-        if self._placement.host_budget is not None:
-            return self._curve_with_host(captured, problem)
-        front = self._front(problem)
-        chosen = front.spread(self._settings.search.points)
-        return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
+        problem, placement = self._problems.problem(captured), self._placement
+        if placement.host_budget is None:
+            front = self._front(problem)
+            points = front.spread(self._settings.search.points)
+            return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in points)
+        by_homes = self._problems.by_homes(captured, problem)  # from the smallest peak that copies reach
+        if isinstance(by_homes, UnsupportedModel):
+            return by_homes
+        parts, problem_of = by_homes
+        alone = self._front(problem_of(frozenset()))
+        front = self._front(problem_of(all_names(parts))) if parts else alone
+        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
+        search = functools.partial(
+            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+        )  # fmt: skip
+        found: list[Plan] = []
+        count = min(self._settings.search.points, _HOST_POINTS)
+        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
+            chosen = search(limit)
+            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
+                peak_bytes = chosen.found.timeline.peak_bytes
+                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
+                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
+        return tuple(found)
 
     def with_gathers(self, problem: Problem) -> Plan | BudgetInfeasible:
         """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
@@ -115,47 +164,7 @@ class PlanSearch:
         if chosen is None:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         chosen = self._reserving(within, chosen, search)
-        plan = plan_with_gathers(chosen, front, limit, least)
-        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
-            _tell_of_reserved(plan)
-        return plan
-
-    def _with_host(self, captured: Capture, problem: Problem) -> Plan | Refused:
-        """A plan that may offload values, and may have parameters live on the host."""
-        by_homes = self._problems.by_homes(captured, problem)
-        if isinstance(by_homes, UnsupportedModel):
-            return by_homes
-        parts, problem_of = by_homes
-        plain, placement = problem_of(frozenset()), self._placement
-        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
-        within = self._limits.less_margin(limit)
-        alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
-        free = alone is not None and alone.keep_all.peak_bytes <= within
-        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
-        least = least_peak_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(
-            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
-        )  # fmt: skip
-        chosen = search(within) or search(limit)
-        if chosen is None and self._limits.raised_to(least) > limit:
-            limit = within = least
-            chosen = search(limit)
-        if chosen is None:
-            return no_room(plain, least, limit, placement.host_limit)
-        chosen = self._reserving(within, chosen, search)
-        if self._settings.keep_frozen:
-            staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
-            if staying is not None:
-                staying = self._reserving(within, staying, functools.partial(search, stays=True))
-            if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
-                chosen = staying
-        if placement.host is None:
-            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
-        placement.decide(chosen.host)
-        plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
-        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > within:
-            _tell_of_reserved(plan)
-        return plan
+        return self._telling_of_reserved(plan_of_residency(chosen, (front,), limit, least), within)
 
     def _reserving(self, limit_bytes: int, chosen: Residency, search: Callable[[int], Residency | None]) -> Residency:
         """A choice for which PyTorch's CUDA allocator reserves no more than the limit.
@@ -174,6 +183,17 @@ class PlanSearch:
             found, searches = lower, searches + 1
         return found
 
+    def _telling_of_reserved(self, plan: Plan, limit_bytes: int) -> Plan:
+        """The plan, with a warning where more is reserved for it than the limit."""
+        if plan.problem.requests is not None and self._limits.is_in_bytes and plan.reserved_bytes > limit_bytes:
+            budget_bytes = plan.problem.budget_bytes or 0
+            log.warning(
+                "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
+                "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
+                format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(budget_bytes),
+            )  # fmt: skip
+        return plan
+
     def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
         """Warn where a fused optimizer would update what lives on the host in much less time."""
         slow_s, optimizer = problem.host_update_s, self._settings.optimizer
@@ -190,74 +210,42 @@ class PlanSearch:
                 time_s, slow_s, type(optimizer).__name__, fused_s,
             )  # fmt: skip
 
-    def _curve_with_host(self, captured: Capture, problem: Problem) -> tuple[Plan, ...] | UnsupportedModel:
-        """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
-        by_homes = self._problems.by_homes(captured, problem)
-        if isinstance(by_homes, UnsupportedModel):
-            return by_homes
-        parts, problem_of = by_homes
-        alone = self._front(problem_of(frozenset()))
-        front = self._front(problem_of(all_names(parts))) if parts else alone
-        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
-        found: list[Plan] = []
-        count = min(self._settings.search.points, _HOST_POINTS)
-        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
-            chosen = choose_homes(
-                parts, front, alone, problem_of, self._placement.host_limit, self._placement.host, limit
-            )  # fmt: skip
-            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
-                peak_bytes = chosen.found.timeline.peak_bytes
-                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
-                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
-        return tuple(found)
-
     def _front(self, problem: Problem) -> Front:
         """The best schedules that the configured search finds, now or in an earlier process.
 
         A terminal shows progress where that takes long, with the gap at the budget.
         """
         problem, config = dataclasses.replace(problem, budget_bytes=self._limits.known_bytes), self._settings.search
-        with ProgressLine(sys.stderr) as line:
-            front = kept_front(problem, config, lambda: solve_front(problem, config, line.show))
+        with progress_line(sys.stderr) as show:
+            front = kept_front(problem, config, lambda: solve_front(problem, config, show))
         if front.truncated:
             log.warning("the search was stopped before it was done; the best schedule so far is taken")
         return front
 
 
-def _tell_of_reserved(plan: Plan) -> None:
-    """Warn that more is reserved for a plan than its budget."""
-    log.warning(
-        "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
-        "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
-        format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(plan.problem.budget_bytes or 0),
-    )  # fmt: skip
+@contextlib.contextmanager
+def progress_line(stream: TextIO) -> Iterator[Callable[[Progress], None]]:
+    """A context with a function that shows progress in place. At the end the line is cleared.
 
+    The function is silent where the stream is no terminal. It shows the stage, how much of it is done and the gap.
+    """
+    due_s, width = time.monotonic() + _QUIET_S, 0
 
-class ProgressLine:
-    """Shows progress in place, and clears the line at the end. Silent where the stream is no terminal."""
+    def write(text: str) -> None:
+        nonlocal width
+        stream.write("\r" + text.ljust(width) + ("" if text else "\r"))
+        stream.flush()
+        width = len(text)
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.terminal = stream.isatty()
-        self.due_s = time.monotonic() + _QUIET_S
-        self.width = 0
+    def show(progress: Progress) -> None:
+        nonlocal due_s
+        if stream.isatty() and time.monotonic() >= due_s:
+            due_s = time.monotonic() + _EVERY_S
+            gap = "" if progress.gap is None else f", at most {progress.gap:.1%} over the best possible"
+            write(f"memplan: {progress.stage} {progress.done:.0%}{gap}; Ctrl-C takes the best plan so far")
 
-    def __enter__(self) -> ProgressLine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self.width:
-            self._write("")
-
-    def show(self, progress: Progress) -> None:
-        """Show the stage, how much of it is done and the gap so far."""
-        if not self.terminal or time.monotonic() < self.due_s:
-            return
-        self.due_s = time.monotonic() + _EVERY_S
-        gap = "" if progress.gap is None else f", at most {progress.gap:.1%} over the best possible"
-        self._write(f"memplan: {progress.stage} {progress.done:.0%}{gap}; Ctrl-C takes the best plan so far")
-
-    def _write(self, text: str) -> None:
-        self.stream.write("\r" + text.ljust(self.width) + ("" if text else "\r"))
-        self.stream.flush()
-        self.width = len(text)
+    try:
+        yield show
+    finally:
+        if width:
+            write("")

@@ -35,7 +35,7 @@ from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
-from memplan.problem.structure import first_difference, same_structure
+from memplan.problem.structure import first_difference, structure
 from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.program import Grads, Program
@@ -65,9 +65,7 @@ class Planner:
         self._plans = PlanSearch(settings, self.limits, self.placement, self._problems)
         self._without_search = WithoutSearch(self.limits, self.placement, self._problems)
         self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._without_search)
-        self._unplanned = UnplannedSteps(
-            model, forward, settings, self.limits, self.placement, self._problems.optimizer_needs
-        )
+        self._unplanned = UnplannedSteps(model, forward, settings, self.limits, self.placement, self._problems)
         self._given: Plan | None = None  # by the user, with a schedule that serves other sizes too
 
     def check_optimizer(self) -> None:
@@ -205,8 +203,13 @@ class Planner:
             if isinstance(captured, UnsupportedModel):
                 return self._unplanned.step(sample, known, captured)
             found = self._unsearched(captured, known, share)
-        if share is None and self.capturing.looks:
-            _refuse_collectives(captured)
+        if share is None and self.capturing.looks:  # other ranks may run collectives in another order
+            for op in captured.traced.graph.ops:
+                if op.is_collective:
+                    raise UnsupportedModel(
+                        f"{op.layer or 'the model'} runs the collective {op.kind}, and each rank would plan when by "
+                        "itself. Pass the ranks that run it together as group=, then all of them run one plan"
+                    )
         if found is not None:
             return found
         if captured.traced.sizes is not None:
@@ -267,11 +270,8 @@ class Planner:
 
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
-        found = self._without_search.equal_step(captured, known)
-        if found is None:
-            return None
-        equal, plan = found
-        return self._whole(captured, plan, equal.provisional)
+        found = self._without_search.of_equal_step(captured, known)
+        return None if found is None else self._whole(captured, *found)
 
     def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
@@ -401,20 +401,10 @@ class Planner:
         return dataclasses.replace(plan, unchecked=unchecked, margin=margin, islands=islands)
 
 
-def _refuse_collectives(captured: Capture) -> None:
-    """Refuse collectives in a step that this rank plans alone: other ranks may run them in another order."""
-    for op in captured.traced.graph.ops:
-        if op.is_collective:
-            raise UnsupportedModel(
-                f"{op.layer or 'the model'} runs the collective {op.kind}, and each rank would plan when by itself. "
-                "Pass the ranks that run it together as group=, then all of them run one plan"
-            )
-
-
 def _programs(traced: Traced, expanded: Traced | None, plan: Plan, grads: Grads) -> tuple[Program, ...]:
     """The plan as a program, and a second one for `out.sum().backward()` where the schedule fits that too."""
     program = lower(plan.schedule, traced, grads, steering=plan.steering)
-    if expanded is None or not same_structure(expanded.graph, traced.graph):
+    if expanded is None or structure(expanded.graph) != structure(traced.graph):
         return (program,)
     problem = dataclasses.replace(plan.problem, graph=expanded.graph)
     other = lower(plan.schedule, expanded, grads, steering=plan.steering)

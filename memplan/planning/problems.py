@@ -26,7 +26,7 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
-from memplan.problem.data import Buffers, Costs, Problem, Requests
+from memplan.problem.data import Costs, Problem, Requests
 from memplan.runtime.program.sized_plan import SizedPlan
 from memplan.runtime.ranks.sharded_model import ShardedModel
 
@@ -43,24 +43,28 @@ class Problems:
 
         quick: as for `costs`.
         """
-        settings, accumulate, traced = self._settings, self._limits.accumulate, captured.traced
+        settings, traced = self._settings, captured.traced
         needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless that is decided
         if self._placement.host_budget is None or settings.shards is not None:
-            needs = self._optimizer(self._device(traced), self._named(self._placement.host or ()))
-        costs = self.costs(captured, quick)
-        held, later = self._around(traced)
+            needs = self.optimizer(self._device(traced), self._named(self._placement.host or ()))
+        surface = settings.grads == "surface"
         problem = Problem(
-            traced.graph, costs, None, needs.state_bytes + held, accumulate, needs.step_bytes + later,
-            in_flight=settings.in_flight,
-            takes_gradients=settings.surroundings.takes_gradients and settings.grads == "surface",
+            traced.graph, self.costs(captured, quick), accumulate=self._limits.accumulate and surface,
+            in_flight=settings.in_flight, takes_gradients=settings.surroundings.takes_gradients and surface,
             knows_optimizer=settings.optimizer is not None,
+        )  # fmt: skip
+        return self._with_needs(problem, traced, needs)
+
+    def _with_needs(self, problem: Problem, traced: Traced, needs: OptimizerMemory) -> Problem:
+        """The problem with what an optimizer, an engine and libraries hold beside its graph."""
+        held, later = self._around(traced)
+        values, settings = problem.graph.values, self._settings
+        if self._limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
+            held += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
+        return dataclasses.replace(
+            problem, extra_resident_bytes=needs.state_bytes + held, update_bytes=needs.step_bytes + later,
             requests=self._requests(traced, needs),
         )  # fmt: skip
-        if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
-            problem = dataclasses.replace(
-                problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
-            )
-        return problem
 
     def with_shards(self, captured: Capture) -> Problem:
         """The problem of a step that gathers sharded parameters."""
@@ -79,7 +83,7 @@ class Problems:
         """Bytes of the optimizer's state for parameters of these names, which are on the host."""
         if not names:
             return 0
-        return self._optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names)).state_bytes
+        return self.optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names)).state_bytes
 
     def _update_s_per_byte(self) -> float:
         """Seconds to update parameters on the host, for each byte of gradients."""
@@ -99,8 +103,10 @@ class Problems:
 
         Returns the refusal if a parameter that lives there can't for this step.
         """
-        settings, placement, accumulate = self._settings, self._placement, self._limits.accumulate
-        problem = dataclasses.replace(problem, link=placement.link(captured.traced.device))
+        placement = self._placement
+        problem = dataclasses.replace(
+            problem, link=placement.link(captured.traced.device), host_update_s_per_byte=self._update_s_per_byte()
+        )
         parts = placement.movable(captured.traced)
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
@@ -108,28 +114,18 @@ class Problems:
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )
-        lasting, update_s = placement.lasting(), self._update_s_per_byte()
+        lasting = placement.lasting()
 
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
-            here = self._optimizer(self._device(captured.traced), self._named(names))
-            graph = with_homes(captured.traced, names, lasting).graph
-            held, later = self._around(captured.traced)
-            if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
-                held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
-            return dataclasses.replace(
-                problem, graph=graph, extra_resident_bytes=here.state_bytes + held,
-                update_bytes=here.step_bytes + later, extra_host_bytes=self._host_state_bytes(names),
-                host_update_s_per_byte=update_s, requests=self._requests(captured.traced, here),
-            )  # fmt: skip
+            graph, on_host = with_homes(captured.traced, names, lasting).graph, self._host_state_bytes(names)
+            here = self.optimizer(self._device(captured.traced), self._named(names))
+            of_homes = dataclasses.replace(problem, graph=graph, extra_host_bytes=on_host)
+            return self._with_needs(of_homes, captured.traced, here)
 
         return parts, problem_of
 
-    def optimizer_needs(self, device: torch.device) -> tuple[int, int]:
-        """Bytes of the optimizer's state on a device, and what its step allocates there after backward."""
-        return self._optimizer(device)[:2]
-
-    def _optimizer(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> OptimizerMemory:
+    def optimizer(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> OptimizerMemory:
         """What the optimizer takes on a device. without: parameters that are not counted."""
         if self._settings.optimizer is None:
             return OptimizerMemory()
@@ -211,9 +207,20 @@ class Problems:
 
     def _around(self, traced: Traced) -> tuple[int, int]:
         """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
-        around = self._settings.surroundings
-        held, later = _buffer_bytes(around.buffers, self._settings.in_flight, traced)
-        return held + sum(self._workspaces(traced)) + around.held_bytes, later + around.after_bytes
+        around, values, in_flight = self._settings.surroundings, traced.graph.values, self._settings.in_flight
+        output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
+        ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
+        # Copies of inputs and outputs that an engine has, and those that the steps hold by themselves.
+        of_kind = (
+            (around.buffers.inputs, in_flight, traced.graph.input_bytes),
+            (around.buffers.outputs, in_flight, output_bytes),
+            (around.buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
+            (around.buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
+        )
+        held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
+        later_bytes = around.buffers.later_outputs * output_bytes  # once nothing is in flight
+        held_bytes += sum(self._workspaces(traced)) + around.held_bytes
+        return held_bytes, later_bytes + around.after_bytes
 
     def _workspaces(self, traced: Traced) -> tuple[int, ...]:
         """Bytes of each workspace that libraries hold beside the step."""
@@ -226,21 +233,3 @@ class Problems:
             return None
         expandable = on_paper or private.segments_expand()
         return Requests(expandable, self._workspaces(traced), optimizer.requests, self._settings.arena)
-
-
-def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:
-    """Bytes of an engine's copies of inputs and outputs, beyond those that the steps hold by themselves.
-
-    The first is held throughout, the second once nothing is in flight.
-    """
-    values = traced.graph.values
-    output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
-    ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
-    of_kind = (
-        (buffers.inputs, in_flight, traced.graph.input_bytes),
-        (buffers.outputs, in_flight, output_bytes),
-        (buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
-        (buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
-    )
-    held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
-    return held_bytes, buffers.later_outputs * output_bytes

@@ -105,7 +105,8 @@ class Remedies:
     def _update_in_backward(self) -> Iterator[Remedy]:
         settings = self._settings
         gradient_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-        if settings.optimizer is None or settings.update == "backward" or gradient_bytes < self._missing_bytes:
+        missing_bytes = self.refusal.floor_bytes - self._limit_bytes
+        if settings.optimizer is None or settings.update == "backward" or gradient_bytes < missing_bytes:
             return
         yield from self._with('update="backward"', dataclasses.replace(settings, update="backward"))
 
@@ -143,13 +144,15 @@ class Remedies:
     # -- smaller calls ----------------------------------------------------------------------------------------------
 
     def _smaller_batch(self) -> Iterator[Remedy]:
-        settings, whole = self._quick, _batch(self._call)
+        settings, call = self._quick, self._call
+        batches = {t.shape[0] for t in call.tensors if t.dim()}
+        whole = max(batches) if len(batches) == 1 else 0
         if whole < 2 or settings.update == "backward" or settings.in_flight > 1:
             return
         settings = dataclasses.replace(settings, accumulate=True)
 
         def plan_at(size: int) -> Plan | BudgetInfeasible:
-            return self._planned(settings, cut_batch(self._call, whole, size))
+            return self._planned(settings, _cut(call, [[(0, size)] if t.dim() else [] for t in call.tensors]))
 
         found = self._largest("a batch", whole, plan_at)
         if found is None:
@@ -164,12 +167,14 @@ class Remedies:
         yield dataclasses.replace(remedy, overhead=max(remedy.overhead, plan.overhead))
 
     def _shorter(self) -> Iterator[Remedy]:
-        whole = _length(self._call)
+        call = self._call  # tensors of integers are tokens; all sizes that are as long, but the first, become shorter
+        whole = max((t.shape[1] for t in call.tensors if t.dim() > 1 and not t.is_floating_point()), default=0)
         if whole < 2:
             return
 
         def plan_at(size: int) -> Plan | BudgetInfeasible:
-            return self._planned(self._quick, cut_length(self._call, whole, size))
+            cuts = [[(i, size) for i in range(1, t.dim()) if t.shape[i] == whole] for t in call.tensors]
+            return self._planned(self._quick, _cut(call, cuts))
 
         found = self._largest("a length", whole, plan_at)
         if found is not None:
@@ -185,10 +190,6 @@ class Remedies:
         return found
 
     # -- trying -----------------------------------------------------------------------------------------------------
-
-    @property
-    def _missing_bytes(self) -> int:
-        return self.refusal.floor_bytes - self._limit_bytes
 
     def _with(
         self, change: str, settings: Settings, note: str = "", call: Call | Sample | None = None
@@ -219,28 +220,8 @@ class Remedies:
         return Remedy(change, plan.peak_bytes, plan.time_s * times / baseline_s - 1 if baseline_s else 0.0, note)
 
 
-def _batch(call: Call) -> int:
-    """The size that all tensors of a call begin with; 0 where they begin with several."""
-    sizes = {t.shape[0] for t in call.tensors if t.dim()}
-    return sizes.pop() if len(sizes) == 1 else 0
-
-
-def _length(call: Call) -> int:
-    """The largest second size of tensors of integers, which are tokens; 0 where there are none."""
-    return max((t.shape[1] for t in call.tensors if t.dim() > 1 and not t.is_floating_point()), default=0)
-
-
-def cut_batch(call: Call, whole: int, size: int) -> Call:
-    """The call with the first rows of its batch."""
-    return _cut(call, [[(0, size)] if t.dim() and t.shape[0] == whole else [] for t in call.tensors])
-
-
-def cut_length(call: Call, whole: int, size: int) -> Call:
-    """The call with the first tokens: all sizes but the first that are the length become shorter."""
-    return _cut(call, [[(i, size) for i in range(1, t.dim()) if t.shape[i] == whole] for t in call.tensors])
-
-
 def _cut(call: Call, cuts: Sequence[Sequence[tuple[int, int]]]) -> Call:
+    """The call with smaller tensors. cuts: of each, which dimensions become how large."""
     tensors = []
     for tensor, dims in zip(call.tensors, cuts, strict=True):
         part = tensor.detach()
@@ -262,7 +243,9 @@ def largest_that_fits(
     """
     floors, best = {} if floors is None else floors, None
     for _ in range(_TRIES):
-        size = _even(min(most, _next(floors, limit_bytes)))
+        size = min(most, _next(floors, limit_bytes))
+        unit = next((unit for least, unit in _EVEN if size >= least), 1)
+        size -= size % unit  # which kernels like
         if size in floors or (best is not None and size * _CLOSE < best[0]):
             break
         found = plan_at(size)
@@ -285,9 +268,3 @@ def _next(floors: dict[int, int], limit_bytes: int) -> int:
     slope = max(1.0, (floors[high] - floors[low]) / (high - low))
     size = int((low + (limit_bytes - floors[low]) / slope) * 0.99)
     return max(1, min(size, over[0] - 1 if over else _GROWTH * fit[-1]))
-
-
-def _even(size: int) -> int:
-    """The size, rounded down to what kernels like."""
-    unit = next((unit for least, unit in _EVEN if size >= least), 1)
-    return size - size % unit

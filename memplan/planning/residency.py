@@ -84,71 +84,46 @@ def choose_homes(
     - fixed: parameters that live on the host because of another call; more go there only where nothing fits without.
     - stays: copies of lasting parameters may stay on the device between steps.
     """
-    best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
-    search = _HomeSearch(front, alone, problem_of, host_budget_bytes, budget_bytes, best, stays)
+    best: Residency | None = None
+    seen = set[frozenset[str]]()
+    if alone is not None and (kept := alone.best(budget_bytes)) is not None:  # the fastest step that only recomputes
+        problem = dataclasses.replace(problem_of(frozenset()), budget_bytes=budget_bytes)
+        best = Residency(frozenset(), problem, Offloaded(kept.solver, kept.schedule, kept.timeline))
+
+    def is_faster(host: frozenset[str]) -> bool:
+        """Look for a schedule with these parameters on the host. Whether it is the fastest so far."""
+        nonlocal best
+        before = best
+        if host in seen or (best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s):
+            return False  # nothing can be faster
+        seen.add(host)
+        problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
+        room_bytes = host_budget_bytes - host_bytes_beside(problem)
+        under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
+        if room_bytes < 0 or residency_bound_s(problem) >= under_s:
+            return False
+        for tried in (front,) if host or alone is None or alone is front else (alone, front):
+            found = solve_offload(problem, tried.points, budget_bytes, room_bytes, under_s, stays)
+            if found is not None:
+                best = Residency(host, problem, found)
+                under_s = found.timeline.time_s * (1 - _WORTH)
+        return best is not before
+
     if fixed is not None:
-        for host in (fixed, *(fixed | spread_share(movables, share) for share in _SHARES)):
-            if search.best is not None and host != fixed:
-                break
-            search.tries(host)
-        return search.best
+        for share in _SHARES:  # first none but those
+            if best is None or not share:
+                is_faster(fixed | spread_share(movables, share))
+        return best
     chosen = 0.0
     for share in _SHARES:
-        chosen = share if search.tries(spread_share(movables, share)) else chosen
+        chosen = share if is_faster(spread_share(movables, share)) else chosen
     known = set(_SHARES)
     for _ in range(_ROUNDS if chosen else 0):  # what lives there is slow to update, so a little less may be best
         below, above = max(s for s in known if s < chosen), min((s for s in known if s > chosen), default=chosen)
         for share in sorted({(below + chosen) / 2, (chosen + above) / 2} - known):
             known.add(share)
-            chosen = share if search.tries(spread_share(movables, share)) else chosen
-    return search.best
-
-
-class _HomeSearch:
-    """A search for the fastest residency. best: the fastest so far."""
-
-    def __init__(
-        self,
-        front: Front,
-        alone: Front | None,
-        problem_of: ProblemOf,
-        host_budget_bytes: int,
-        budget_bytes: int,
-        best: Residency | None,
-        stays: bool,
-    ) -> None:
-        self.front, self.alone, self.problem_of = front, alone, problem_of
-        self.host_budget_bytes, self.budget_bytes, self.best = host_budget_bytes, budget_bytes, best
-        self.stays = stays
-        self.seen: set[frozenset[str]] = set()
-
-    def tries(self, host: frozenset[str]) -> bool:
-        """Look for a schedule with these parameters on the host. Whether it is the fastest so far."""
-        best = self.best
-        if host in self.seen or (best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s):
-            return False  # nothing can be faster
-        self.seen.add(host)
-        problem = dataclasses.replace(self.problem_of(host), budget_bytes=self.budget_bytes)
-        room_bytes = self.host_budget_bytes - host_bytes_beside(problem)
-        under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
-        if room_bytes < 0 or residency_bound_s(problem) >= under_s:
-            return False
-        other = self.alone if not host and self.alone is not self.front else None
-        for front in (self.front,) if other is None else (other, self.front):
-            found = solve_offload(problem, front.points, self.budget_bytes, room_bytes, under_s, self.stays)
-            if found is not None:
-                self.best = Residency(host, problem, found)
-                under_s = found.timeline.time_s * (1 - _WORTH)
-        return self.best is not best
-
-
-def _without_copies(alone: Front, problem_of: ProblemOf, budget_bytes: int) -> Residency | None:
-    """The fastest step that only recomputes."""
-    best = alone.best(budget_bytes)
-    if best is None:
-        return None
-    problem = dataclasses.replace(problem_of(frozenset()), budget_bytes=budget_bytes)
-    return Residency(frozenset(), problem, Offloaded(best.solver, best.schedule, best.timeline))
+            chosen = share if is_faster(spread_share(movables, share)) else chosen
+    return best
 
 
 def least_resident_bytes(problem: Problem) -> int:

@@ -76,9 +76,15 @@ class Settings:
             if isinstance(self.budget, str) and parsed(self.budget) == SMALLEST:
                 raise ValueError("budget='min' is without host_budget=: with it, the least is where all is on the host")
         _ = self.search, self.target_device  # raise where the arguments are wrong
-        self._check_flight()
-        if self.link is not None:
-            _check_link(self.link)
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
+        if self.in_flight > 1 and self.keep_frozen:
+            raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
+        link = self.link
+        if link is not None and not isinstance(link, Link):
+            raise TypeError(f"link is a memplan.Link(to_host_bytes_per_s, to_device_bytes_per_s), got {link!r}")
+        if link is not None and (min(link.to_host_bytes_per_s, link.to_device_bytes_per_s) <= 0 or link.latency_s < 0):
+            raise ValueError(f"a link copies more than 0 bytes a second, and takes no less than 0 s more, got {link!r}")
         if self.random == "counter" and self.kernels == "eager":
             raise ValueError("random='counter' has masks made within fused groups: give kernels='fused' too")
         self._check_dynamic()
@@ -122,11 +128,7 @@ class Settings:
     @property
     def takes_any_size(self) -> bool:
         """Whether one plan may serve calls of many sizes."""
-        return self.dynamic != "never" and self._could_take_any_size
-
-    @property
-    def _could_take_any_size(self) -> bool:
-        return self.kernels == "eager" and self.shards is None and self.update == "step"
+        return self.dynamic != "never" and self.kernels == "eager" and self.shards is None and self.update == "step"
 
     @property
     def adds_up(self) -> bool:
@@ -180,17 +182,11 @@ class Settings:
                 for index, bounds in ranges.items():
                     if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                         raise ValueError(f"dynamic={{{name!r}: {{{index}: (least, most)}}}}, got {bounds!r}")
-        if self.dynamic not in ("auto", "never") and not self._could_take_any_size:
+        if self.dynamic not in ("auto", "never") and not self.takes_any_size:
             raise ValueError(
                 "dynamic= is for eager kernels, whole parameters and update='step'; leave it out, and each size gets a "
                 "plan of its own"
             )
-
-    def _check_flight(self) -> None:
-        if type(self.in_flight) is not int or self.in_flight < 1:
-            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
-        if self.in_flight > 1 and self.keep_frozen:
-            raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
 
     def _check_shards(self) -> None:
         if self.grads == "edges":
@@ -218,10 +214,3 @@ def one_of(name: str, given: Any, words: Sequence[str]) -> None:
     """Raise ValueError for an argument that is none of the words that it may be."""
     if given not in words:
         raise ValueError(f"{name} must be {', '.join(map(repr, words[:-1]))} or {words[-1]!r}, got {given!r}")
-
-
-def _check_link(link: Link) -> None:
-    if not isinstance(link, Link):
-        raise TypeError(f"link is a memplan.Link(to_host_bytes_per_s, to_device_bytes_per_s), got {link!r}")
-    if min(link.to_host_bytes_per_s, link.to_device_bytes_per_s) <= 0 or link.latency_s < 0:
-        raise ValueError(f"a link copies more than 0 bytes a second, and takes no less than 0 s more, got {link!r}")

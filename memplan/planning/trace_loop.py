@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
-from memplan.capture.ops.ways import (
-    Calls,
-    LetRequireGrad,
-    MakeIslands,
-    StateChanges,
-    TakeBranches,
-    way_of,
-)
+from memplan.capture.ops.ways import Calls, LetRequireGrad, MakeIslands, StateChanges, TakeBranches, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.forwards import is_wholly_called
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
@@ -125,7 +118,11 @@ class TraceLoop:
     def _traced(self) -> Capture:
         """One trace, after the runs of forward that it needs."""
         if self._cached is not None and self._first is None:
-            self._first = self._first_run(self._cached)
+            first = self._look_or_raise()
+            left, caches = first.left, first.caches
+            if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
+                raise self._cached  # what it leaves is no cache
+            self._first = first
         with contextlib.nullcontext() if self._first is None else AttributesKept(self._model, run=self._run):
             if self._first is not None:
                 self._first.caches.put()
@@ -135,7 +132,17 @@ class TraceLoop:
                 self._options, islands=self._islands, seen=self._seen, requiring=self._requiring
             )
             captured = capture(self._model, self._forward, self._sample, options)
-            return captured if self._first is None else self._with_caches(captured, self._first)
+            if self._first is None:
+                return captured
+            assert self._cached is not None
+            first, caches = self._first, self._first.caches
+            anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
+            known = {(id(table), key) for table, key, _ in caches.values}
+            if not {(id(table), key) for table, key, _ in first.left.values} <= anew | known:
+                raise self._cached  # a first run leaves more, and no later one does
+            if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
+                raise self._cached
+            return dataclasses.replace(captured, left=caches)
 
     def _look_or_raise(self) -> OneForward:
         """What a run of forward on the sample shows. Raises what goes wrong in it."""
@@ -143,25 +150,6 @@ class TraceLoop:
         if not isinstance(found, OneForward):
             raise found
         return found
-
-    def _first_run(self, refusal: UnsupportedModel) -> OneForward:
-        """What a first run of forward leaves. Raises the refusal if that is no cache."""
-        first = self._look_or_raise()
-        left, caches = first.left, first.caches
-        if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
-            raise refusal
-        return first
-
-    def _with_caches(self, captured: Capture, first: OneForward) -> Capture:
-        """The step, which puts caches there. Raises the refusal if a first run leaves more, and no later one does."""
-        assert self._cached is not None
-        anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
-        known = {(id(table), key) for table, key, _ in first.caches.values}
-        if not {(id(table), key) for table, key, _ in first.left.values} <= anew | known:
-            raise self._cached
-        if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
-            raise self._cached
-        return dataclasses.replace(captured, left=first.caches)
 
     def _makes_islands(self, refusal: UnsupportedModel) -> bool:
         """Let the next trace have islands: calls around the failure, the smallest that can be. False if none can be."""
@@ -182,7 +170,9 @@ class TraceLoop:
         self._given |= open_calls.given
         callables = (known | new) - unfit.keys()
         if (self._saw_islands or not callables) and before == (callables, len(unfit), len(self._given)):
-            _say_why(refusal, chains, unfit)
+            told = dict.fromkeys(unfit[c] for chain in chains for c in chain if c in unfit and unfit[c] != str(refusal))
+            if told:
+                refusal.args = (f"{refusal}. It can't run as it is either: {'; '.join(told)}",)
             return False
         reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
         device = self._options.device or model_device(self._model)
@@ -235,10 +225,3 @@ def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]
     if kind.__module__.startswith("torch.") or len(getattr(way_of(refusal), "calls", ())) > 1:
         return {called}
     return {called, *(path for path, module in model.named_modules() if path and type(module) is kind)}
-
-
-def _say_why(refusal: UnsupportedModel, chains: Sequence[Calls], unfit: Mapping[Any, str]) -> None:
-    """Let a refusal say why no call around it can run as it is."""
-    reasons = dict.fromkeys(unfit[c] for chain in chains for c in chain if c in unfit and unfit[c] != str(refusal))
-    if reasons:
-        refusal.args = (f"{refusal}. It can't run as it is either: {'; '.join(reasons)}",)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, Refus
 from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
+from memplan.planning.problems import Problems
 from memplan.planning.settings import Settings
 from memplan.planning.without_search import unplanned_bytes
 from memplan.problem.data import Buffers
@@ -38,11 +39,11 @@ class UnplannedSteps:
         settings: Settings,
         limits: Limits,
         placement: Placement,
-        optimizer_needs: Callable[[torch.device], tuple[int, int]],
+        problems: Problems,
     ) -> None:
         self._model, self._forward = model, forward
         self._settings, self._limits, self._placement = settings, limits, placement
-        self._optimizer_needs = optimizer_needs
+        self._problems = problems
 
     def step(
         self,
@@ -110,16 +111,15 @@ class UnplannedSteps:
 
         Layers are checkpointed where the step does not fit the budget without, and has the same bits with it.
         """
-        state_bytes, update_bytes = self._optimizer_needs(device)
-        around = self._settings.surroundings
-        held_bytes = state_bytes + around.held_bytes + most_library_bytes(device)
+        needs, around = self._problems.optimizer(device), self._settings.surroundings
+        held_bytes = needs.state_bytes + around.held_bytes + most_library_bytes(device)
         if self._limits.accumulate:
             held_bytes += sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
 
         def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:
             run = functools.partial(checkpointing(self._model, layers, self._forward), *call.variadic, **call.arguments)
             found = contextvars.copy_context().run(unplanned_peak, self._model, call, run)
-            after_bytes = found.end_bytes + update_bytes + around.after_bytes
+            after_bytes = found.end_bytes + needs.step_bytes + around.after_bytes
             return held_bytes + max(found.peak_bytes, after_bytes), found
 
         try:

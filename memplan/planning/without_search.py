@@ -16,7 +16,7 @@ from memplan.plans.uneven import kind_of, translated
 from memplan.problem.data import Graph, Problem
 from memplan.problem.schedule import order_of
 from memplan.problem.simulate import simulate
-from memplan.problem.structure import same_structure
+from memplan.problem.structure import structure
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.solvers import candidate, textbook
 from memplan.solvers.bounds.offload_bound import gather_bound_s
@@ -28,8 +28,8 @@ class WithoutSearch:
     def __init__(self, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._limits, self._placement, self._problems = limits, placement, problems
 
-    def equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[PlannedStep, Plan] | None:
-        """A known step with the captured one's ops, values and sizes, and its plan for the captured one.
+    def of_equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[Plan, bool] | None:
+        """The plan of a known step with the captured one's ops, values and sizes, and whether it is provisional.
 
         Names of arguments may differ.
         """
@@ -37,7 +37,7 @@ class WithoutSearch:
         for step in known:
             if isinstance(step, PlannedStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
                 problem = dataclasses.replace(step.plan.problem, graph=graph)
-                return step, dataclasses.replace(step.plan, problem=problem)
+                return dataclasses.replace(step.plan, problem=problem), step.provisional
         return None
 
     def hurried(self, captured: Capture, known: Sequence[ServingStep]) -> Plan | None:
@@ -48,7 +48,7 @@ class WithoutSearch:
         problem = self._problems.problem(captured, quick=True)
         found = list(textbook(problem))
         for step in known:
-            if isinstance(step, PlannedStep) and same_structure(step.plan.problem.graph, problem.graph):
+            if isinstance(step, PlannedStep) and structure(step.plan.problem.graph) == structure(problem.graph):
                 found.append(candidate(problem, step.plan.solver, order_of(step.plan.schedule)))
         fitting = [c for c in found if c.peak_bytes <= self._limits.less_margin(limit)]
         if not fitting:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from memplan.plans.labels import in_groups, joined, named
+from memplan.plans.labels import in_groups, joined
 from memplan.plans.step_memory import Lifetime, StepMemory
 from memplan.problem.data import Graph
 from memplan.problem.lanes import spans_of
@@ -54,19 +54,9 @@ class ChoiceGroup:
     choices: tuple[Choice, ...]
 
     @property
-    def label(self) -> str:
-        """Where they stand in the model, and by which op they are made."""
-        return named([c.label for c in self.choices])
-
-    @property
     def size_bytes(self) -> int:
         """Bytes of all of them."""
         return sum(c.size_bytes for c in self.choices)
-
-    @property
-    def reason(self) -> str:
-        """Why this is done with them, and what the other way would cost."""
-        return reason_of(self.choices)
 
 
 def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
@@ -112,11 +102,19 @@ def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
         again = [life.begin for life in lives.get(v, ())[1:]]
         begin, end = last_forward[v], again[0] if again else first_backward[v]
         between_s = max(0.0, begins_s[end] - begins_s[begin + 1])
-        missing = sum(not _is_there(graph, u, lives.get(u, ()), end) for u in graph.ops[maker].inputs)
+        missing = 0
+        for u in graph.ops[maker].inputs:
+            stays = graph.values[u].resident and not graph.values[u].fetched
+            missing += not (stays or any(life.begin <= end <= life.end for life in lives.get(u, ())))
+        barred = ""
+        if value.held:
+            barred = "it is an output, which the caller holds"
+        elif not graph.ops[maker].recomputable:
+            barred = "its op writes to what outlives the step, or may give other bits"
         found.append(
             Choice(
                 v, maker, labels[v], value.tensor, decision, value.size_bytes, times_s[maker], between_s,
-                begin < memory.peak_moment < end, _barred(graph, v, maker), missing,
+                begin < memory.peak_moment < end, barred, missing,
                 between_s / begins_s[-1] if begins_s[-1] else 0.0,
             )
         )  # fmt: skip
@@ -153,19 +151,3 @@ def _span(numbers: Sequence[_Number], text: Callable[[_Number], str]) -> str:
     """The least and the most of some numbers."""
     low, high = text(min(numbers)), text(max(numbers))
     return low if low == high else f"{low} to {high}"
-
-
-def _is_there(graph: Graph, value: int, lives: Sequence[Lifetime], moment: int) -> bool:
-    """Whether a value is on the device at a moment."""
-    stays = graph.values[value].resident and not graph.values[value].fetched
-    return stays or any(life.begin <= moment <= life.end for life in lives)
-
-
-def _barred(graph: Graph, value: int, op: int) -> str:
-    """Why an op can't make a value again."""
-    maker = graph.ops[op]
-    if graph.values[value].held:
-        return "it is an output, which the caller holds"
-    if not maker.recomputable:
-        return "its op writes to what outlives the step, or may give other bits"
-    return ""

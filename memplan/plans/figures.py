@@ -139,13 +139,9 @@ class PlanFigures:
         return self.peak_bytes - self.problem.resident_bytes
 
     @cached_property
-    def _baseline(self) -> Timeline:
-        return unplanned(self.problem)
-
-    @property
     def baseline_peak_bytes(self) -> int:
         """Peak of the unplanned step."""
-        return self._baseline.peak_bytes
+        return unplanned(self.problem).peak_bytes
 
     @property
     def waiting_bytes(self) -> int:

@@ -7,10 +7,10 @@ own.
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from memplan.plans.choices import TensorDecision, choices_of, reason_of
-from memplan.plans.labels import in_groups
 from memplan.plans.step_memory import StepMemory
 
 _LAYER = re.compile(r"(?P<stack>(?:[^.: ]+\.)*?)(?P<number>\d+)(?=[.:]|$)\.?(?P<rest>.*)")
@@ -49,46 +49,36 @@ class LayerTable:
     rows: tuple[MapRow, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _TableEntry:
-    stack: str
-    number: str
-    label: str
-    tensor: str
-    decision: TensorDecision
-    size_bytes: int
-    reason: str
-
-
 def layer_tables(memory: StepMemory) -> tuple[LayerTable, ...]:
     """Tensors that forward makes for backward, and parameters that live elsewhere; the largest table first."""
-    entries = [_entry(c.label, c.tensor, c.decision, c.size_bytes, reason_of((c,))) for c in choices_of(memory)]
     homes = {"host": "lives on the host, and is fetched to be read", "sharded": "sharded, and gathered to be read"}
-    fetched = [v for v in memory.problem.graph.values if v.fetched]
-    entries += [_entry(f"{v.name}: parameter", v.tensor, "offload", v.size_bytes, homes[v.home]) for v in fetched]
-    tables = [_table(group) for group in in_groups(entries, lambda e: e.stack)]
-    return tuple(sorted(tables, key=lambda table: -sum(row.size_bytes for row in table.rows)))
-
-
-def _entry(label: str, tensor: str, decision: TensorDecision, size_bytes: int, reason: str) -> _TableEntry:
-    stack = number = ""
-    if match := _LAYER.match(label):
-        stack, number, label = f"{match['stack']}*", match["number"], match["rest"].strip().removeprefix(": ")
-    return _TableEntry(stack, number, label, tensor, decision, size_bytes, reason)
-
-
-def _table(entries: list[_TableEntry]) -> LayerTable:
-    columns = tuple(dict.fromkeys(e.number for e in entries))
-    seen: dict[tuple[str, str], int] = {}  # of several alike in one layer the first, the second, ... are rows
-    rows: dict[tuple[str, str, int], list[MapCell]] = {}
-    for e in entries:
-        which = seen[e.label, e.number] = seen.get((e.label, e.number), 0) + 1
-        cell = MapCell(columns.index(e.number), e.decision, e.size_bytes, e.reason)
-        rows.setdefault((e.label, e.tensor, which), []).append(cell)
-    return LayerTable(
-        entries[0].stack, columns,
-        tuple(
-            MapRow(label if which == 1 else f"{label} ({which})", tensor, tuple(cells))
-            for (label, tensor, which), cells in rows.items()
+    tensors: list[tuple[str, str, TensorDecision, int, str]] = [
+        *((c.label, c.tensor, c.decision, c.size_bytes, reason_of((c,))) for c in choices_of(memory)),
+        *(
+            (f"{v.name}: parameter", v.tensor, "offload", v.size_bytes, homes[v.home])
+            for v in memory.problem.graph.values
+            if v.fetched
         ),
-    )  # fmt: skip
+    ]
+    columns: dict[str, dict[str, int]] = defaultdict(dict)  # by table, then by number of a layer
+    rows: dict[str, dict[tuple[str, str, int], list[MapCell]]] = defaultdict(dict)
+    seen: Counter[tuple[str, str, str]] = Counter()  # of several alike in one layer the first, the second, ... are rows
+    for label, tensor, decision, size_bytes, reason in tensors:
+        stack = number = ""
+        if match := _LAYER.match(label):
+            stack, number, label = f"{match['stack']}*", match["number"], match["rest"].strip().removeprefix(": ")
+        seen[stack, number, label] += 1
+        column = columns[stack].setdefault(number, len(columns[stack]))
+        row = rows[stack].setdefault((label, tensor, seen[stack, number, label]), [])
+        row.append(MapCell(column, decision, size_bytes, reason))
+    tables = [
+        LayerTable(
+            stack, tuple(columns[stack]),
+            tuple(
+                MapRow(label if which == 1 else f"{label} ({which})", tensor, tuple(cells))
+                for (label, tensor, which), cells in rows[stack].items()
+            ),
+        )
+        for stack in rows
+    ]  # fmt: skip
+    return tuple(sorted(tables, key=lambda table: -sum(row.size_bytes for row in table.rows)))

@@ -124,16 +124,9 @@ class Plan(PlanFigures):
 
 def plan_to_bytes(plan: Plan) -> bytes:
     """The contents of a plan file."""
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "solver": plan.solver,
-        "lower_bound_s": plan.lower_bound_s,
-        "floor_bytes": plan.floor_bytes,
-        "floor_time_s": plan.floor_time_s,
-        "truncated": plan.truncated,
-        "schedule": [[_NAMES_OF_STEPS[type(step)], *asdict(step).values()] for step in plan.schedule],
-    }
+    names = ("solver", "lower_bound_s", "floor_bytes", "floor_time_s", "truncated")
+    content = {"format": _FORMAT, "version": _VERSION} | {name: getattr(plan, name) for name in names}
+    content["schedule"] = [[_NAMES_OF_STEPS[type(step)], *asdict(step).values()] for step in plan.schedule]
     return pack(content | problem_to_json(plan.problem))
 
 
@@ -154,16 +147,8 @@ def _from_json(content: Any) -> Plan:
         raise InvalidPlanFile(
             f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}"
         )
-    plan = Plan(
-        problem,
-        schedule,
-        timeline,
-        Reader.typed(content, "solver", str),
-        Reader.typed(content, "lower_bound_s", float),
-        Reader.typed(content, "floor_bytes", int),
-        Reader.typed(content, "floor_time_s", float),
-        Reader.typed(content, "truncated", bool),
-    )
+    unsaid = {"unchecked": (), "islands": (), "margin": 0.0}
+    plan = Reader.filled(Plan, content, problem=problem, schedule=schedule, timeline=timeline, **unsaid)
     if plan.lower_bound_s > plan.time_s or plan.floor_bytes > plan.peak_bytes:
         raise InvalidPlanFile("the plan beats its own lower bound or floor")
     _ = plan.baseline_peak_bytes  # replays the unplanned step, which must be legal too

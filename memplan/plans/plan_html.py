@@ -18,7 +18,7 @@ from memplan.plans.labels import in_groups, joined, named, op_label
 from memplan.plans.layer_map import layer_tables
 from memplan.plans.plan_text import report_text, summary
 from memplan.plans.step_memory import KINDS, StepMemory, planned_memory, unplanned_memory
-from memplan.problem.lanes import LaneSpan, spans_of
+from memplan.problem.lanes import spans_of
 from memplan.units import format_bytes, format_seconds
 
 _COLUMNS = 480  # of a picture of memory
@@ -68,7 +68,15 @@ def page_data(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[st
         "kinds": [[kind, text] for kind, text in KINDS.items()],
         "peak": {"where": planned.moment_text(planned.peak_moment), "bytes": planned.peak_by_kind()},
         "memory": {"unplanned": _memory(unplanned, strings), "planned": _memory(planned, strings)},
-        "curve": _curve(plan, curve),
+        "curve": {  # points [peak_bytes, time_s, name], of which those of the line are joined
+            "line": [[p.peak_bytes, p.time_s, f"found by {p.solver}"] for p in curve or ()],
+            "marks": [
+                *([[plan.floor_bytes, plan.floor_time_s, "smallest budget"]] if plan.knows_floor_time else []),
+                [plan.baseline_peak_bytes, plan.baseline_time_s, "unplanned"],
+                [plan.peak_bytes, plan.time_s, "this plan"],
+            ],
+            "unplanned_s": plan.baseline_time_s,
+        },
         "tables": _tables(planned, strings),
         "lanes": _lanes(planned, strings),
         "in_flight": plan.problem.in_flight,
@@ -128,17 +136,6 @@ def _largest(memory: StepMemory, names: list[str], moment: int, strings: _String
     ]
 
 
-def _curve(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[str, Any]:
-    """Points [peak_bytes, time_s, name], and which are joined by a line."""
-    points = [[p.peak_bytes, p.time_s, f"found by {p.solver}"] for p in curve or ()]
-    marks = [
-        *([[plan.floor_bytes, plan.floor_time_s, "smallest budget"]] if plan.knows_floor_time else []),
-        [plan.baseline_peak_bytes, plan.baseline_time_s, "unplanned"],
-        [plan.peak_bytes, plan.time_s, "this plan"],
-    ]
-    return {"line": points, "marks": marks, "unplanned_s": plan.baseline_time_s}
-
-
 def _tables(memory: StepMemory, strings: _Strings) -> list[dict[str, Any]]:
     found = []
     for table in layer_tables(memory):
@@ -161,24 +158,20 @@ def _lanes(memory: StepMemory, strings: _Strings) -> dict[str, Any] | None:
     begins_s, spans = spans_of(memory.problem, memory.schedule)
     if all(span.lane == "compute" for span in spans):
         return None
-    end_s = max(begins_s[-1], *(span.end_s for span in spans))
+    end_s, graph = max(begins_s[-1], *(span.end_s for span in spans)), memory.problem.graph
     least_s, lanes = end_s / _MARKS, dict[str, list[list[Any]]]()
     for span in itertools.chain(*in_groups(spans, lambda span: span.lane)):
         marks = lanes.setdefault(span.lane, [])
         if marks and marks[-1][1] - marks[-1][0] < least_s and span.begin_s - marks[-1][1] < least_s:
             marks[-1][1], marks[-1][3] = span.end_s, marks[-1][3] + 1  # too short to be seen: one with what comes next
         else:
-            marks.append([span.begin_s, span.end_s, strings(_span_text(span, memory)), 1])
+            match span.lane:
+                case "compute":
+                    text = op_label(graph.ops[span.index])
+                case "stall":
+                    text = "waits"
+                case _:
+                    value = graph.values[span.index]
+                    text = f"{value.name} {value.tensor} ({format_bytes(value.size_bytes)})"
+            marks.append([span.begin_s, span.end_s, strings(text), 1])
     return {"end_s": end_s, "lanes": lanes}
-
-
-def _span_text(span: LaneSpan, memory: StepMemory) -> str:
-    graph = memory.problem.graph
-    match span.lane:
-        case "compute":
-            return op_label(graph.ops[span.index])
-        case "stall":
-            return "waits"
-        case _:
-            value = graph.values[span.index]
-            return f"{value.name} {value.tensor} ({format_bytes(value.size_bytes)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import get_args
 
-from memplan.plans.choices import TensorDecision, choice_groups, choices_of
+from memplan.plans.choices import TensorDecision, choice_groups, choices_of, reason_of
 from memplan.plans.figures import PlanFigures
 from memplan.plans.labels import THE_MODEL, in_groups, joined, named, short_kind
 from memplan.plans.step_memory import KINDS, StepMemory, planned_memory
@@ -143,8 +143,9 @@ def _choices(memory: StepMemory) -> list[str]:
     if groups:
         lines.append("the largest, each by itself: other tensors may have to stay, or to be made again, with it")
     for group in groups[:_MOST_CHOICES]:
-        lines.append(_row(group.size_bytes, group.choices[0].decision, group.label, group.choices[0].tensor))
-        lines.append(f"{'':14s}{group.reason}")
+        one, label = group.choices[0], named([c.label for c in group.choices])
+        lines.append(_row(group.size_bytes, one.decision, label, one.tensor))
+        lines.append(f"{'':14s}{reason_of(group.choices)}")
     return [*lines, *_more(len(groups) - _MOST_CHOICES, (g.size_bytes for g in groups[_MOST_CHOICES:]))]
 
 

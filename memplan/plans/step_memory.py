@@ -154,7 +154,10 @@ def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> Ste
         replay.run(moment, step)
     replay.add_what_is_beside(timeline)
     boundary = schedule.index(Boundary())
-    lifetimes = replay.lifetimes(boundary)
+    lifetimes = tuple(  # what forward makes and is there in backward is kept
+        replace(life, kind="kept") if life.kind == "temporary" and life.begin < boundary < life.end else life
+        for life in replay.found
+    )
     memory = StepMemory(problem, schedule, timeline, lifetimes, replay.labels, boundary)
     *during, later = (sum(kinds) for kinds in zip(*memory.by_kind().values(), strict=True))
     waiting_bytes = (problem.in_flight - 1) * timeline.waiting_bytes
@@ -170,7 +173,7 @@ class _Replay:
     def __init__(self, problem: Problem, end: int) -> None:
         self._problem, self._graph, self._end = problem, problem.graph, end
         self.labels = value_labels(problem.graph)
-        self._found: list[Lifetime] = []
+        self.found: list[Lifetime] = []
         self._open: dict[int, int] = {}
         self._states: dict[int, int] = {}  # of generators, by op
         self._thrown: dict[int, int] = {}  # second copies that a collective still writes, by value
@@ -179,27 +182,20 @@ class _Replay:
             if value.resident and value.home == "device" and value.reuses is None:
                 self._begin(index, "inputs" if value.role == "input" else "weights", 0)
 
-    def lifetimes(self, boundary: int) -> tuple[Lifetime, ...]:
-        """All that was found. What forward makes and is there in backward is kept."""
-        return tuple(
-            replace(life, kind="kept") if life.kind == "temporary" and life.begin < boundary < life.end else life
-            for life in self._found
-        )
-
     def _begin(self, value: int, kind: MemoryKind, moment: int, over: int | None = None) -> None:
         facts = self._graph.values[value]
-        self._open[value] = len(self._found)
-        self._found.append(
+        self._open[value] = len(self.found)
+        self.found.append(
             Lifetime(value, self.labels[value], kind, facts.size_bytes, moment, self._end, over, facts.tensor)
         )
 
     def _finish(self, index: int, moment: int) -> int:
-        self._found[index] = replace(self._found[index], end=moment)
+        self.found[index] = replace(self.found[index], end=moment)
         return index
 
     def _add(self, name: str, kind: MemoryKind, size_bytes: int, begin: int, end: int) -> None:
         if size_bytes:
-            self._found.append(Lifetime(None, name, kind, size_bytes, begin, end))
+            self.found.append(Lifetime(None, name, kind, size_bytes, begin, end))
 
     def run(self, moment: int, step: Step) -> None:
         match step:
@@ -215,9 +211,9 @@ class _Replay:
             case Stay(value) | Prefetch(value):
                 self._begin(value, "fetched", moment)
             case SaveRng(op):
-                self._states[op] = len(self._found)
+                self._states[op] = len(self.found)
                 name = f"generator state of {self._graph.ops[op].name}"
-                self._found.append(
+                self.found.append(
                     Lifetime(None, name, "scratch", self._graph.rng_state_bytes, moment, self._end)
                 )  # fmt: skip
             case DropRng(op):
@@ -237,7 +233,7 @@ class _Replay:
             if value.reuses is None and v in self._open:  # made a second time, and thrown away
                 self._add(f"a second {self.labels[v]}", kind, value.size_bytes, moment, moment)
                 if op.is_asynchronous:
-                    self._thrown[v] = len(self._found) - 1
+                    self._thrown[v] = len(self.found) - 1
             elif value.reuses is None:
                 self._begin(v, kind, moment)
             elif not value.resident and v in self._open:
@@ -268,7 +264,7 @@ class _Replay:
         self._add("gradients of earlier microbatches", "gradients", earlier_bytes, 0, end)
         others = problem.in_flight - 1
         self._add(f"{others} microbatches that wait", "kept", others * timeline.waiting_bytes, 0, end - 1)
-        after_bytes = problem.bytes_after(any(life.kind == "fetched" and life.end == end for life in self._found))
+        after_bytes = problem.bytes_after(any(life.kind == "fetched" and life.end == end for life in self.found))
         steps = after_bytes == problem.update_bytes
         name, kind = ("the optimizer's step", "optimizer") if steps else ("the next batch", "inputs")
         self._add(name, kind, after_bytes, end, end)  # type: ignore[arg-type]

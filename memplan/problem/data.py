@@ -159,11 +159,6 @@ class Graph:
         return sum(v.size_bytes for v in self.values if v.role == "input" and v.home == "device" and v.reuses is None)
 
     @property
-    def host_resident_bytes(self) -> int:
-        """Bytes of parameters whose home is the host."""
-        return sum(v.size_bytes for v in self.values if v.resident and v.home == "host")
-
-    @property
     def gathers(self) -> bool:
         """Whether there are sharded parameters."""
         return any(v.resident and v.home == "sharded" for v in self.values)

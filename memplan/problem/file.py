@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, fields
-from typing import Any, TypeVar
+from dataclasses import asdict
+from typing import Any, TypeVar, get_type_hints
 
 from memplan.errors import IllegalSchedule, InvalidPlanFile
 from memplan.problem.data import (
@@ -30,6 +31,7 @@ _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
 _UNSOUND = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, EOFError)
 _T = TypeVar("_T")
+_type_hints = functools.cache(get_type_hints)
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
@@ -42,27 +44,18 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
     graph, in_flight = _read_graph(Reader.typed(content, "graph", dict)), content["in_flight"]
     if type(in_flight) is not int or in_flight < 1:
         raise InvalidPlanFile(f"'in_flight' is {in_flight!r}, expected an integer of 1 or more")
-    link, gather = _read_speeds(content["link"], Link), _read_speeds(content["gather"], GatherSpeed)
+    link = None if content["link"] is None else Reader.filled(Link, content["link"])
+    gather = None if content["gather"] is None else Reader.filled(GatherSpeed, content["gather"])
     if link is not None and not (link.to_host_bytes_per_s and link.to_device_bytes_per_s):
         raise InvalidPlanFile("a link of no bytes per second")
     if gather is not None and not gather.bytes_per_s:
         raise InvalidPlanFile("gathers of no bytes per second")
-    return Problem(
-        graph,
-        _read_costs(Reader.typed(content, "costs", dict), graph),
-        Reader.optional(content, "budget_bytes", int),
-        Reader.typed(content, "extra_resident_bytes", int),
-        Reader.typed(content, "accumulate", bool),
-        Reader.typed(content, "update_bytes", int),
-        link,
-        Reader.typed(content, "extra_host_bytes", int),
-        in_flight,
-        gather,
-        Reader.typed(content, "takes_gradients", bool),
-        Reader.typed(content, "host_update_s_per_byte", float),
-        Reader.typed({"knows_optimizer": False} | content, "knows_optimizer", bool),  # older files do not say
-        _read_requests(content.get("requests")),  # older files have none
-    )
+    return Reader.filled(
+        Problem, {"knows_optimizer": False} | content,  # older files do not say
+        graph=graph, costs=_read_costs(Reader.typed(content, "costs", dict), graph),
+        budget_bytes=Reader.optional(content, "budget_bytes", int), link=link, in_flight=in_flight, gather=gather,
+        requests=_read_requests(content.get("requests")),  # older files have none
+    )  # fmt: skip
 
 
 def pack(content: dict[str, Any], gzipped: bool = False) -> bytes:
@@ -122,6 +115,12 @@ class Reader:
             raise InvalidPlanFile(f"{what} must be a list of indices below {limit}")
         return tuple(values)
 
+    @classmethod
+    def filled(cls, kind: Callable[..., _T], content: dict[str, Any], **read: Any) -> _T:
+        """A dataclass. `read` has some of its fields, the content has the others."""
+        others = {name: hint for name, hint in _type_hints(kind).items() if name not in read}
+        return kind(**read, **{name: cls.typed(content, name, hint) for name, hint in others.items()})
+
 
 def _read_costs(content: dict[str, Any], graph: Graph) -> Costs:
     times, scratch = Reader.typed(content, "time_s", list), Reader.typed(content, "scratch_bytes", list)
@@ -133,12 +132,12 @@ def _read_costs(content: dict[str, Any], graph: Graph) -> Costs:
         new = sum(graph.values[v].reuses is None for v in op.outputs)
         if any(name >= new or (name >= 0 and not size_bytes) for name, size_bytes in blocks):
             raise InvalidPlanFile(f"requests of {op.name} are for outputs that it does not have, or free some")
-    return Costs(
-        tuple(Reader.typed({"time_s": t}, "time_s", float) for t in times),
-        tuple(Reader.typed({"scratch_bytes": s}, "scratch_bytes", int) for s in scratch),
-        Reader.typed(content, "source", str),
-        tuple(requests),
-    )
+    return Reader.filled(
+        Costs, content,
+        time_s=tuple(Reader.typed({"time_s": t}, "time_s", float) for t in times),
+        scratch_bytes=tuple(Reader.typed({"scratch_bytes": s}, "scratch_bytes", int) for s in scratch),
+        requests=tuple(requests),
+    )  # fmt: skip
 
 
 def _read_blocks(content: Any) -> Blocks:
@@ -157,11 +156,9 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     values, ops = Reader.typed(content, "values", list), Reader.typed(content, "ops", list)
     boundary = Reader.typed(content, "boundary", int)
     graph = Graph(
-        tuple(_read_value(v, i) for i, v in enumerate(values)),
-        tuple(_read_op(op, len(values)) for op in ops),
-        boundary,
-        Reader.typed(content, "rng_state_bytes", int),
-    )
+        tuple(_read_value(v, i) for i, v in enumerate(values)), tuple(_read_op(op, len(values)) for op in ops),
+        boundary, Reader.typed(content, "rng_state_bytes", int),
+    )  # fmt: skip
     phases = [op.phase for op in graph.ops]
     if boundary > len(ops) or phases != ["forward"] * boundary + ["backward"] * (len(ops) - boundary):
         raise InvalidPlanFile("the boundary does not stand between forward and backward ops")
@@ -176,22 +173,15 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     return graph
 
 
-def _read_speeds(content: Any, kind: type[_T]) -> _T | None:
-    """A `Link` or a `GatherSpeed`."""
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    return None if content is None else kind(*(Reader.typed(content, name, float) for name in names))
-
-
 def _read_requests(content: Any) -> Requests | None:
     if content is None:
         return None
     workspaces = Reader.typed(content, "workspaces", list)
-    return Requests(
-        Reader.typed(content, "expandable", bool),
-        tuple(Reader.typed({"workspaces": n}, "workspaces", int) for n in workspaces),
-        _read_blocks(Reader.typed(content, "update", list)),
-        Reader.typed({"arena": True} | content, "arena", bool),  # older files do not say
-    )
+    return Reader.filled(
+        Requests, {"arena": True} | content,  # older files do not say
+        workspaces=tuple(Reader.typed({"workspaces": n}, "workspaces", int) for n in workspaces),
+        update=_read_blocks(Reader.typed(content, "update", list)),
+    )  # fmt: skip
 
 
 def _read_value(content: Any, index: int) -> Value:
@@ -205,19 +195,11 @@ def _read_value(content: Any, index: int) -> Value:
     if home not in ("device", "host", "sharded") or (home != "device" and role not in ("parameter", "gradient")):
         raise InvalidPlanFile(f"value {index}, a {role}, has its home on {home!r}")
     updates = content["updates"] or []  # older files have the parameters here, and only of what updates them
-    return Value(
-        Reader.typed(content, "name", str),
-        Reader.typed(content, "size_bytes", int),
-        role,  # type: ignore[arg-type]
-        Reader.typed(content, "held", bool),
-        reuses,
-        home,  # type: ignore[arg-type]
-        bool(updates),
-        Reader.typed(content, "update_bytes", int),
-        Reader.typed(content, "lasting", bool),
-        Reader.typed({"tensor": ""} | content, "tensor", str),  # older files do not say
-        Reader.indices(content.get("parameters", updates), index, "parameters"),
-    )
+    return Reader.filled(
+        Value, {"tensor": ""} | content,  # older files do not say
+        role=role, reuses=reuses, home=home, updates=bool(updates),
+        parameters=Reader.indices(content.get("parameters", updates), index, "parameters"),
+    )  # fmt: skip
 
 
 def _read_op(content: Any, value_count: int) -> Op:
@@ -227,15 +209,8 @@ def _read_op(content: Any, value_count: int) -> Op:
     effects = [Reader.indices(e, value_count, "an effect") for e in Reader.typed(content, "effects", list)]
     if any(len(e) != 2 for e in effects):
         raise InvalidPlanFile("an effect has two values")
-    return Op(
-        name=Reader.typed(content, "name", str),
-        kind=Reader.typed(content, "kind", str),
-        phase=phase,  # type: ignore[arg-type]
+    return Reader.filled(
+        Op, content, phase=phase, effects=tuple(Effect(old, new) for old, new in effects),
         inputs=Reader.indices(content["inputs"], value_count, "inputs"),
         outputs=Reader.indices(content["outputs"], value_count, "outputs"),
-        effects=tuple(Effect(old, new) for old, new in effects),
-        random=Reader.typed(content, "random", bool),
-        recomputable=Reader.typed(content, "recomputable", bool),
-        layer=Reader.typed(content, "layer", str),
-        key=Reader.typed(content, "key", str),
-    )
+    )  # fmt: skip

@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from memplan.errors import IllegalSchedule
-from memplan.problem.data import Op, Problem, Value
+from memplan.problem.data import Op, Problem
 from memplan.problem.lanes import CopyDirection, Lanes, direction_of, seconds_in_flight
 from memplan.problem.schedule import (
     BOUNDARY,
@@ -306,7 +306,12 @@ class _Machine:
             if value.role != "gradient" or index in self.surfaced:
                 raise self._illegal(f"{value.name} is not a gradient, or was handed over before")
             self.surfaced.add(index)
-            self._let_change(value)
+            for parameter in value.parameters:  # the update, or a hook, may write to them from now on
+                if parameter in self.copying or self.sent[parameter]:
+                    name = self.graph.values[parameter].name
+                    raise self._illegal(f"the gradient of {name} is handed over while {name} is being copied")
+                self.changed.add(parameter)
+            self.live_peak = max(self.live_peak, self.live_bytes + value.update_bytes)
             if value.updates:
                 peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
             if value.home == "host":
@@ -320,15 +325,6 @@ class _Machine:
             if self.problem.frees_gradients:
                 self.live_bytes -= value.size_bytes
         return peak
-
-    def _let_change(self, gradient: Value) -> None:
-        """The gradient's parameters may be written to from now on, by the update or by a hook."""
-        for parameter in gradient.parameters:
-            if parameter in self.copying or self.sent[parameter]:
-                name = self.graph.values[parameter].name
-                raise self._illegal(f"the gradient of {name} is handed over while {name} is being copied")
-            self.changed.add(parameter)
-        self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
 
     def _stay(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")

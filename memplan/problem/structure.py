@@ -14,11 +14,6 @@ def structure(graph: Graph) -> tuple[object, ...]:
     return ops, tuple((v.role, v.held, v.reuses) for v in graph.values)
 
 
-def same_structure(a: Graph, b: Graph) -> bool:
-    """Whether one schedule means the same for both."""
-    return structure(a) == structure(b)
-
-
 def first_difference(planned: Graph, captured: Graph) -> str | None:
     """What differs between two graphs, in words; None where they are equal."""
     if planned == captured:

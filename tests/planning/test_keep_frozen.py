@@ -32,7 +32,7 @@ from memplan.runtime.host.standing import Contents
 from memplan.runtime.host.streams import FakeStreams
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
-from memplan.solvers.offload.fit_copies import _placements, least_bytes
+from memplan.solvers.offload.fit_copies import least_bytes, placements
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_offload import (
     FAST,
@@ -69,7 +69,7 @@ def test_what_stays_is_counted_by_search_and_accountant_alike(problem: Problem, 
     for order in [tuple(o.tolist()) for o in some_orders(flat)[:4]]:
         low = least_bytes(problem, order)
         for budget in (low, low + 60, 1 << 40):
-            for places in _placements(problem, order, budget, flat, movables):
+            for places in placements(problem, order, budget, flat, movables):
                 schedule = places.schedule()
                 timeline = simulate(problem, schedule)
                 time_s, host_peak_bytes = places.lanes()
@@ -91,7 +91,7 @@ def test_what_stays_leaves_room_for_the_next_batch_and_the_optimizer() -> None:
     flat, movables = flatten(problem), movables_of(problem)
     for update_bytes in (0, 10_000):
         later = replace(problem, update_bytes=update_bytes)
-        for places in _placements(later, order, 1 << 40, flat, movables):
+        for places in placements(later, order, 1 << 40, flat, movables):
             schedule = places.schedule()
             stays_bytes = sum(problem.graph.values[s.value].size_bytes for s in schedule if isinstance(s, Stay))
             timeline = simulate(later, schedule)
@@ -115,7 +115,7 @@ def staying_problem() -> Problem:
 def test_an_illegal_stay_is_refused() -> None:
     problem = with_lasting(staying_problem())
     order = tuple(some_orders(flatten(problem))[0].tolist())
-    *_, places = _placements(problem, order, 1 << 40, flatten(problem), movables_of(problem))
+    *_, places = placements(problem, order, 1 << 40, flatten(problem), movables_of(problem))
     schedule = places.schedule()
     stay = next(step for step in schedule if isinstance(step, Stay))
     for wrong in ((stay, *schedule), (*schedule[:5], stay, *schedule[5:])):

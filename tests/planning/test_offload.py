@@ -46,12 +46,13 @@ from memplan.runtime.host.streams import FakeStreams
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
-from memplan.solvers.offload.fit_copies import least_bytes, place_copies, settled, solve_offload
+from memplan.solvers.offload.fit_copies import least_bytes, solve_offload
 from memplan.solvers.orders.flat import flatten
 from tests.conftest import QUICK as QUICK_SEARCH
 from tests.solvers.test_solvers import CALM, SMALL, some_orders
 from tests.support.configs import with_figures
 from tests.support.meter import LiveMeter, storage_bytes
+from tests.support.offloads import host_resident_bytes, place_copies, settled
 from tests.support.parameters import quickly
 from tests.support.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.support.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
@@ -308,7 +309,7 @@ def test_three_steps_are_the_plain_models_bits(name: str) -> None:
     expected = run_steps(plain, sample, steps=3)
     net, _ = planned(name, 0.7, None)
     plan = memplan.plan_of(net)
-    assert plan is not None and plan.offloaded_bytes and plan.problem.graph.host_resident_bytes
+    assert plan is not None and plan.offloaded_bytes and host_resident_bytes(plan.problem.graph)
     start = copy.deepcopy(net.state_dict())
     transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
     for seed in (None, 0, 1):
@@ -341,7 +342,7 @@ def test_gradients_on_the_host_lie_as_their_kernels_made_them() -> None:
     try:
         floor = memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes
         memplan.apply(net, sample, int(0.8 * floor), costs="estimate", host_budget="1GiB", link=PCIE)
-        assert memplan.plan_of(net).problem.graph.host_resident_bytes  # type: ignore[union-attr]
+        assert host_resident_bytes(memplan.plan_of(net).problem.graph)  # type: ignore[union-attr]
         assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
     finally:
         torch.set_num_threads(threads)
@@ -617,7 +618,7 @@ def test_the_optimizer_state_counts_where_it_lives() -> None:
     whole = memplan.plan(net, sample, 1.0, costs="estimate", optimizer=optimizer)
     plan = memplan.plan(net, sample, 0.4, costs="estimate", optimizer=optimizer, host_budget="1GiB", link=PCIE)
     problem = plan.problem
-    assert problem.extra_host_bytes and problem.graph.host_resident_bytes
+    assert problem.extra_host_bytes and host_resident_bytes(problem.graph)
     states = whole.problem.extra_resident_bytes
     assert problem.extra_resident_bytes + problem.extra_host_bytes == states
     assert plan.baseline_peak_bytes == whole.baseline_peak_bytes
@@ -695,7 +696,7 @@ def test_presets_offload_where_that_is_faster(preset: str) -> None:
     plan = memplan.plan(net, sample, floor, host_budget="1GiB", link=PCIE, **options)  # type: ignore[arg-type]
     assert plan.offloaded_bytes and plan.time_s < alone.time_s
     plan = memplan.plan(net, sample, int(0.7 * floor), host_budget="1GiB", link=PCIE, **options)  # type: ignore[arg-type]
-    assert plan.problem.graph.host_resident_bytes and plan.problem.extra_host_bytes
+    assert host_resident_bytes(plan.problem.graph) and plan.problem.extra_host_bytes
 
 
 def test_the_curve_goes_on_below_what_recomputation_reaches() -> None:
@@ -705,7 +706,7 @@ def test_the_curve_goes_on_below_what_recomputation_reaches() -> None:
     alone = memplan.explore(net, sample, costs="estimate")
     points = memplan.explore(net, sample, costs="estimate", host_budget="1GiB", link=PCIE)
     assert points[0].peak_bytes < alone[0].peak_bytes and points[-1].time_s == alone[-1].time_s
-    assert points[0].offloaded_bytes and points[0].problem.graph.host_resident_bytes
+    assert points[0].offloaded_bytes and host_resident_bytes(points[0].problem.graph)
     peaks, times = [p.peak_bytes for p in points], [p.time_s for p in points]
     assert peaks == sorted(set(peaks)) and times == sorted(set(times), reverse=True)
     for point in points:
@@ -750,11 +751,11 @@ def test_a_larger_batch_moves_more_parameters_to_the_host() -> None:
     memplan.apply(net, small, int(1.6 * resident), costs="estimate", host_budget="1MiB", link=PCIE)
     first = memplan.plan_of(net)
     assert first is not None
-    before = first.problem.graph.host_resident_bytes
+    before = host_resident_bytes(first.problem.graph)
     for batch in (small, large, small):
         assert_same_bits(run_steps(plain, batch), run_steps(net, batch))
     after = memplan.plan_of(net)
-    assert after is not None and after.problem.graph.host_resident_bytes > before
+    assert after is not None and host_resident_bytes(after.problem.graph) > before
     assert after.peak_bytes <= int(1.6 * resident)
 
 
@@ -769,7 +770,7 @@ def test_no_more_lives_on_the_host_than_pays(monkeypatch: pytest.MonkeyPatch) ->
         found.append(memplan.plan(net, torch.randn(8, 64), 0.7, **options))  # type: ignore[arg-type]
     finer, coarse = found
     assert finer.time_s < coarse.time_s
-    assert 0 < finer.problem.graph.host_resident_bytes < coarse.problem.graph.host_resident_bytes
+    assert 0 < host_resident_bytes(finer.problem.graph) < host_resident_bytes(coarse.problem.graph)
 
 
 class Loop(torch.nn.Module):

@@ -24,11 +24,12 @@ from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.offload_bound import offload_bound_s
-from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_offload import CountingStreams, DeviceMeter, live_peaks, with_random_homes
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.meter import storage_bytes
+from tests.support.offloads import host_resident_bytes, place_copies
 from tests.support.parameters import quickly
 from tests.support.random_graphs import random_problems
 from tests.support.small import net_and_sample
@@ -92,7 +93,7 @@ def test_three_steps_are_the_bits_of_the_plain_loop(name: str, host: dict[str, A
     expected = steps(plain, sample, OPTIMIZERS[name](plain.parameters()))
     optimizer = OPTIMIZERS[name](net.parameters())
     plan = planned(net, sample, optimizer, **host)
-    assert bool(plan.problem.graph.host_resident_bytes) is bool(host)
+    assert bool(host_resident_bytes(plan.problem.graph)) is bool(host)
     assert_same_bits(expected, steps(net, sample, optimizer))
     assert all(p.grad is None and not torch.equal(p, start[n]) for n, p in net.named_parameters())
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from memplan.plans.uneven import kind_of, sizes_of, widest
 from memplan.problem.data import Problem
 from memplan.problem.simulate import simulate
-from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
 from tests.ranks.test_shards import FAST, with_random_shards
 from tests.solvers.test_solvers import CALM, some_orders
+from tests.support.offloads import place_copies
 from tests.support.random_graphs import llama_like, random_problems
 
 

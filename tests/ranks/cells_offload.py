@@ -33,6 +33,7 @@ from tests.ranks.cells_pipelines import (
 )
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter
+from tests.support.offloads import host_resident_bytes
 from tests.support.zoo import first_difference
 
 HOST = "1MiB"
@@ -108,7 +109,7 @@ def torch_equals_plain(kind: str) -> str | None:
             for index, plan in plans.items():
                 if not plan.offloaded_bytes or (plan.problem.in_flight > 1 and not crossing(plan)):
                     return f"stage {index} has nothing on the host while it waits"
-                if plan.problem.graph.host_resident_bytes:
+                if host_resident_bytes(plan.problem.graph):
                     return f"stage {index} has parameters on the host"
             wrong = torch_bytes(schedule, parts, stages, budgets) if len(plans) == 1 else None
         wrong = wrong or first_difference(plain, found, "step")

@@ -22,12 +22,13 @@ from memplan.problem.data import GatherSpeed, Problem
 from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.offload_bound import gather_bound_s
-from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_offload import PCIE, assert_no_overlap, recounted
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.fake_shards import FakeShards
 from tests.support.meter import LiveMeter
+from tests.support.offloads import host_resident_bytes, place_copies
 from tests.support.random_graphs import random_problems
 from tests.support.zoo import MODELS, assert_same_bits, call, copied, loss_of
 
@@ -329,7 +330,7 @@ def test_values_may_be_offloaded_too() -> None:
     low = memplan.plan(net, sample, 1.0, costs="estimate", shards=shards).floor_bytes
     memplan.apply(net, sample, int(0.9 * low), costs="estimate", shards=shards, host_budget="1GiB", link=PCIE)
     plan = memplan.plan_of(net)
-    assert plan is not None and plan.offloaded_bytes and not plan.problem.graph.host_resident_bytes
+    assert plan is not None and plan.offloaded_bytes and not host_resident_bytes(plan.problem.graph)
     assert_same_bits(train(*small(), None), train(net, sample, shards))
 
 

@@ -26,7 +26,7 @@ from memplan.runtime.host.streams import Direction, FakeStreams, Streams
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
-from memplan.solvers.offload.fit_copies import least_bytes, place_copies, settled, solve_offload
+from memplan.solvers.offload.fit_copies import least_bytes, solve_offload
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_in_flight import Stage
 from tests.planning.test_offload import (
@@ -42,6 +42,7 @@ from tests.planning.test_offload import (
     with_random_homes,
 )
 from tests.solvers.test_solvers import CALM, SMALL, some_orders
+from tests.support.offloads import host_resident_bytes, place_copies, settled
 from tests.support.random_graphs import llama_like, random_problems
 from tests.support.zoo import assert_same_bits, copied
 
@@ -210,7 +211,7 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
     order = list(ORDERS[name](3, 7))
     expected = run(plain_stage(), order)
     stage, plan = planned(3, None, parameters_too)
-    assert plan.offloaded_bytes and bool(plan.problem.graph.host_resident_bytes) == parameters_too
+    assert plan.offloaded_bytes and bool(host_resident_bytes(plan.problem.graph)) == parameters_too
     for seed in (None, 0, 1):
         transfers = use(stage, FakeStreams(seed))
         for _ in range(2):

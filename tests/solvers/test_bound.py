@@ -19,7 +19,7 @@ from memplan.problem.data import Costs, Graph, Op, Problem, Value
 from memplan.problem.schedule import schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.bounds.dual import ascend, bound_line
+from memplan.solvers.bounds.dual import ascend
 from memplan.solvers.bounds.lower_bound import backward_bytes, bound_of
 from memplan.solvers.bounds.moments import MomentProgram, program_of, step_of
 from memplan.solvers.front.methods import saved_of_moments
@@ -69,7 +69,7 @@ def test_programme_and_multipliers_hold_for_every_short_order(problem: Problem, 
     moments = some_moments(flat, data)
     made = program(problem, moments)
     bound = bound_of(flat, problem.baseline_time_s, 3, 8)
-    line = bound_line(made, data.draw(st.integers(bound.floor_bytes, bound.floor_bytes + 20)), 200)
+    line, _ = ascend(made, data.draw(st.integers(bound.floor_bytes, bound.floor_bytes + 20)), 200, None)
     least: dict[int, float] = {}
     for order in all_orders(problem, 2):
         try:
@@ -168,7 +168,7 @@ def test_every_line_stays_under_its_programme(problem: Problem, data: st.DataObj
     moments = some_moments(flat, data)
     made = program(problem, moments)
     floor_bytes = bound_of(flat, problem.baseline_time_s, 1, 2).floor_bytes
-    line = bound_line(made, floor_bytes + data.draw(st.integers(0, 30)), data.draw(st.integers(25, 400)))
+    line, _ = ascend(made, floor_bytes + data.draw(st.integers(0, 30)), data.draw(st.integers(25, 400)), None)
     assert line.s_per_byte >= 0.0
     for budget_bytes in range(floor_bytes, floor_bytes + 40, 3):
         assert line.at(budget_bytes) <= optimum(made, budget_bytes) + 1e-7
@@ -226,6 +226,6 @@ def test_multipliers_come_near_the_optimum(build) -> None:  # type: ignore[no-un
     whole = solve_front(problem, SMALL).keep_all.peak_bytes
     budget_bytes = bound.floor_bytes + (whole - bound.floor_bytes) // 3
     exact_s = optimum(made, budget_bytes)
-    found_s = bound_line(made, budget_bytes, 4000).at(budget_bytes)
+    found_s = ascend(made, budget_bytes, 4000, None)[0].at(budget_bytes)
     assert exact_s > 0.0
     assert exact_s - 0.01 * exact_s <= found_s <= exact_s * (1 + 1e-7)

@@ -17,7 +17,7 @@ from memplan.problem.data import Problem
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.exact import table as exact_table
 from memplan.solvers.exact.block import reverse, why_unsuited
-from memplan.solvers.exact.exact import BlockSearch, solve_block, solve_grid
+from memplan.solvers.exact.exact import BlockSearch, solve_grid
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 from memplan.solvers.exact.kernel import Rules
@@ -26,6 +26,7 @@ from memplan.solvers.exact.table import table_of
 from memplan.solvers.exact.whole_step import whole_step
 from memplan.solvers.orders.flat import flatten
 from tests.solvers.test_exact_blocks import CALM, blocks_of, checked, questions, range_of_budgets
+from tests.support.exact_blocks import solve_block
 from tests.support.milp_oracle import facts_of, shortest
 from tests.support.parameters import examples
 from tests.support.random_graphs import StepBuilder

@@ -49,13 +49,8 @@ class Look(NamedTuple):
     ratio: float
 
 
-def bound_line(program: MomentProgram, budget_bytes: int, rounds: int) -> BoundLine:
-    """A line under the programme's optimum at every budget, close to it at this one."""
-    return ascend(program, budget_bytes, rounds, None)[0]
-
-
 def ascend(program: MomentProgram, budget_bytes: int, rounds: int, before: Look | None) -> tuple[BoundLine, Look]:
-    """`bound_line`, from where another look at the programme stopped."""
+    """A line under the programme's optimum at every budget, close to it at this one. before: where to go on from."""
     byte_scale = float(max(1, int(program.size_bytes.max())))
     time_scale = float(program.cost.max())
     if before is None:

@@ -95,7 +95,13 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     floor_bytes = _floor(flat, fixed)
     if flat.op_count == flat.arrays.boundary or flat.lost_late:
         return Bound(baseline_s, floor_bytes, ())
-    waiting = _waiting_lines(flat, fixed, cuts)
+    # With b bytes saved by each microbatch that waits, the boundary holds b bytes for all of them, and any backward op
+    # for all but one.
+    waiting, others = list[BoundLine](), flat.arrays.others
+    for cut in saved_sets(flat, needed_after(flat, flat.arrays.boundary), cuts, twice=True) if others else ():
+        for held, count in ((int(fixed[0]), others + 1), (int(fixed.max()), others)):
+            slope = cut.line_s_per_byte / count
+            waiting.append(BoundLine(cut.line_s + slope * held, slope))
     search = _BoundSearch(flat, fixed[1:], baseline_s)
     high = int(search.whole_bytes.max())
     budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
@@ -105,20 +111,6 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     high = max([high, *(int(line.at_zero_s / line.s_per_byte) for line in waiting if line.s_per_byte > 0.0)])
     lines = _envelope([*search.lines, *waiting], floor_bytes, high, cuts)
     return Bound(baseline_s, floor_bytes, lines, guides)
-
-
-def _waiting_lines(flat: Flat, fixed: Ints, cuts: int) -> list[BoundLine]:
-    """Lines from what microbatches that wait have saved; none where none waits.
-
-    With b bytes saved by each, the boundary holds b bytes for all of them, and any backward op for all but one.
-    """
-    others = flat.arrays.others
-    found = []
-    for cut in saved_sets(flat, needed_after(flat, flat.arrays.boundary), cuts, twice=True) if others else ():
-        for held, count in ((int(fixed[0]), others + 1), (int(fixed.max()), others)):
-            slope = cut.line_s_per_byte / count
-            found.append(BoundLine(cut.line_s + slope * held, slope))
-    return found
 
 
 def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
@@ -275,9 +267,10 @@ def backward_bytes(flat: Flat) -> Ints:
     fixed = [live]
     for op in range(a.boundary, flat.op_count):
         # An output takes over the memory of a value: of a gradient it is counted already, of a forward value not yet.
-        live += sum(int(a.size_bytes[v]) for v in flat.makes[op] if not _counted(flat, v))
-        fixed.append(live + int(a.scratch_bytes[op]))
         taken = {int(a.taken[v]) for v in flat.makes[op]}
+        over = [v for v in flat.makes[op] if a.taken[v] >= 0 and a.producer[a.taken[v]] < a.boundary]
+        live += sum(int(a.size_bytes[v]) for v in flat.makes[op] if v in over or not a.in_place[v])
+        fixed.append(live + int(a.scratch_bytes[op]))
         gone = [v for v in flat.reads[op] if a.producer[v] >= a.boundary and last_read[v] == op and v not in taken]
         gone += [v for v in flat.makes[op] if last_read[v] < 0]
         live -= sum(int(a.size_bytes[v]) for v in gone if not a.held[v])
@@ -294,12 +287,6 @@ def _given_back(flat: Flat, ops: range, held: bool) -> int:
     a = flat.arrays
     made = (v for op in ops for v in flat.makes[op])
     return sum(int(a.size_bytes[v]) for v in made if a.in_place[v] and a.taken[v] < 0 and (held or not a.held[v]))
-
-
-def _counted(flat: Flat, value: int) -> bool:
-    a = flat.arrays
-    taken = int(a.taken[value])
-    return bool(a.in_place[value]) and not (taken >= 0 and a.producer[taken] < a.boundary)
 
 
 def _floor(flat: Flat, fixed: Ints) -> int:

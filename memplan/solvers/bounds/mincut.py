@@ -56,18 +56,11 @@ def _network(flat: Flat, needed: frozenset[int], twice: bool) -> _Network:
     a = flat.arrays
     node_of_op: dict[int, int] = {}
     node_of_value: dict[int, int] = {}
-    ends: list[tuple[int, int]] = []
-    fixed: list[int] = []
-    priced: list[int] = []
-    values: list[int] = []
+    edges: list[tuple[int, ...]] = []
+    stack: list[int] = []
 
     def edge(tail: int, head: int, ticks: int, size_bytes: int = 0, value: int = -1) -> None:
-        ends.append((tail, head))
-        fixed.append(ticks)
-        priced.append(size_bytes)
-        values.append(value)
-
-    stack: list[int] = []
+        edges.append((tail, head, ticks, size_bytes, value))
 
     def demand(v: int) -> int:
         if v not in node_of_value:
@@ -96,12 +89,8 @@ def _network(flat: Flat, needed: frozenset[int], twice: bool) -> _Network:
             for u in flat.reads[op]:
                 if not a.held[u]:
                     edge(node_of_op[op], demand(u), _NEVER)
-    return _Network(
-        *network_of(2 + len(node_of_value) + len(node_of_op), ends, fixed),
-        np.array(fixed, dtype=np.int64),
-        np.array(priced, dtype=np.int64),
-        np.array(values, dtype=np.int64),
-    )
+    rows = np.array(edges, dtype=np.int64).reshape(-1, 5)
+    return _Network(*network_of(2 + len(node_of_value) + len(node_of_op), rows), *rows.T[2:])
 
 
 def saved_sets(flat: Flat, needed: frozenset[int], limit: int, twice: bool = False) -> tuple[SavedSet, ...]:

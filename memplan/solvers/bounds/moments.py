@@ -77,23 +77,15 @@ def step_of(flat: Flat) -> StepMoments:
             if a.taken[v] >= 0:
                 overwriter[a.taken[v]] = op
     columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return StepMoments(flat, columns[0].copy(), columns[1].copy(), _certain(flat), overwriter)
-
-
-def _certain(flat: Flat) -> Ints:
-    a = flat.arrays
-    found = np.full(a.boundary, flat.op_count, dtype=np.int64)
-    for op in range(a.boundary):
-        if not a.deferrable[op]:
-            found[op] = a.boundary - 1
+    certain = np.where(a.deferrable[: a.boundary], flat.op_count, a.boundary - 1)
     for b in range(a.boundary, flat.op_count):
         stack = [int(a.producer[v]) for v in flat.reads[b]]
         while stack:
             op = stack.pop()
-            if 0 <= op < a.boundary and found[op] > b:
-                found[op] = b
+            if 0 <= op < a.boundary and certain[op] > b:
+                certain[op] = b
                 stack += [int(a.producer[v]) for v in flat.reads[op]]
-    return found
+    return StepMoments(flat, columns[0].copy(), columns[1].copy(), certain, overwriter)
 
 
 def asked(flat: Flat, ops: Iterable[int]) -> Flags:
@@ -118,10 +110,9 @@ def runnable(step: StepMoments, moment: int) -> Flags:
     return np.asarray(a.rerunnable[: a.boundary] | (step.certain > moment))
 
 
-def reached(step: StepMoments, moment: int, wanted: Flags) -> Flags:
-    """Values that what is wanted after a moment may ask for: themselves, and the operands of ops that run for them."""
-    flat, a = step.flat, step.flat.arrays
-    can = runnable(step, moment)
+def reached(flat: Flat, wanted: Flags, can: Flags) -> Flags:
+    """Values that what is wanted may ask for: themselves, and operands of ops that run for them. can: ops that may."""
+    a = flat.arrays
     found = wanted.copy()
     stack = np.nonzero(wanted)[0].tolist()
     while stack:
@@ -138,7 +129,7 @@ def _ahead(step: StepMoments, moment: int) -> tuple[Flags, Flags]:
     """What backward ops after a moment read, and what that may ask for."""
     if moment not in step.ahead:
         wanted = asked(step.flat, range(moment + 1, step.flat.op_count))
-        step.ahead[moment] = wanted, reached(step, moment, wanted)
+        step.ahead[moment] = wanted, reached(step.flat, wanted, runnable(step, moment))
     return step.ahead[moment]
 
 
@@ -193,11 +184,24 @@ def program_of(step: StepMoments, moments: tuple[int, ...], fixed_bytes: Ints) -
     ends = (*moments[1:], flat.op_count)
     held = []
     columns: list[_Columns] = []
+    made = (a.producer >= 0) & (a.producer < a.boundary)  # before the first moment for certain
+    made[made] = step.certain[a.producer[made]] <= moments[0]
+    none = np.zeros(a.boundary, dtype=np.int64)
     for k, moment in enumerate(moments):
         operands = asked(flat, (moment,))
         operands[overtaken(flat, moment)] = False
         held.append(int(fixed_bytes[k]) + int(a.size_bytes[operands].sum()))
-        columns.append(_moment_columns(step, builder, moments, k, _ahead(step, moment)[1], operands))
+        within, free = _ahead(step, moment)[1], operands | ((a.size_bytes == 0) & (step.overwriter < 0) & made)
+        live = within & ~free
+        live[overtaken(flat, moment)] = False
+        live_column = builder.add(live, np.zeros(len(live)), np.ones(len(live)), k, a.size_bytes)
+        makers = np.zeros(a.boundary, dtype=np.bool_)
+        makers[a.producer[within]] = True
+        most = runnable(step, moment).astype(np.float64)
+        cost = np.where(step.certain <= moment, a.time_s[: a.boundary], 0.0)
+        runs = builder.add(makers, cost, most, -1, none)
+        later = runs if k + 1 == len(moments) else builder.add(makers, np.zeros(a.boundary), most, -1, none)
+        columns.append(_Columns(free, live_column, runs, later))
     for k, moment in enumerate(moments):
         here = columns[k]
         last = k + 1 == len(moments)
@@ -218,28 +222,6 @@ def program_of(step: StepMoments, moments: tuple[int, ...], fixed_bytes: Ints) -
         np.concatenate(builder.moment), np.concatenate(builder.value), np.concatenate(builder.size_bytes),
         np.array(held, dtype=np.int64),
     )  # fmt: skip
-
-
-def _moment_columns(
-    step: StepMoments, builder: _ProgramBuilder, moments: tuple[int, ...], k: int, within: Flags, operands: Flags
-) -> _Columns:
-    flat, a = step.flat, step.flat.arrays
-    moment = moments[k]
-    made = (a.producer >= 0) & (a.producer < a.boundary)  # before the first moment for certain
-    made[made] = step.certain[a.producer[made]] <= moments[0]
-    free = operands | ((a.size_bytes == 0) & (step.overwriter < 0) & made)
-    live = within & ~free
-    live[overtaken(flat, moment)] = False
-    ones = np.ones(len(live))
-    live_column = builder.add(live, np.zeros(len(live)), ones, k, a.size_bytes)
-    ops = np.zeros(a.boundary, dtype=np.bool_)
-    ops[a.producer[within]] = True
-    most = runnable(step, moment).astype(np.float64)
-    none = np.zeros(a.boundary, dtype=np.int64)
-    cost = np.where(step.certain <= moment, a.time_s[: a.boundary], 0.0)
-    runs = builder.add(ops, cost, most, -1, none)
-    later = runs if k + 1 == len(moments) else builder.add(ops, np.zeros(a.boundary), most, -1, none)
-    return _Columns(free, live_column, runs, later)
 
 
 def _needs(step: StepMoments, builder: _ProgramBuilder, here: _Columns, runs: Ints, wanted: Flags) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from memplan.problem.data import Link, Problem, Value
 from memplan.solvers.bounds.lower_bound import backward_bytes, needed_after, needed_bytes
 from memplan.solvers.bounds.mincut import SavedSet, saved_sets
-from memplan.solvers.orders.flat import Flat, flatten
+from memplan.solvers.bounds.moments import reached
+from memplan.solvers.orders.flat import Flags, Flat, flatten
 
 
 def gather_bound_s(problem: Problem) -> float:
@@ -57,9 +58,16 @@ def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
     if link is not None:
         found += [_least_fetched_bytes(problem) / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
     update_s = problem.host_update_s
-    if any(v.updates for v in values if _sent(v)):
-        return max(*found, update_s + _first_sent_s(problem))
-    return max(found) + update_s
+    if not any(v.updates for v in values if _sent(v)):
+        return max(found) + update_s
+    # No gradient of a parameter that lives on the host is there before the op that makes the first of them has run.
+    graph, time_s = problem.graph, problem.costs.time_s
+    deferrable = flatten(problem, updates=False).arrays.deferrable
+    made = (i for i, op in enumerate(graph.ops) if any(_sent(values[v]) for v in op.outputs))
+    first = next((i for i in made if i >= graph.boundary), graph.boundary)
+    forward_s = sum(time_s[i] for i in range(graph.boundary) if not deferrable[i])
+    backward_s = sum(time_s[graph.boundary : first + 1]) if first < len(graph.ops) else 0.0
+    return max(*found, update_s + (forward_s + backward_s))
 
 
 def _least_fetched_bytes(problem: Problem) -> int:
@@ -87,16 +95,6 @@ def _least_fetched_bytes(problem: Problem) -> int:
         return once_bytes
     before_bytes = size_bytes(forward) - min(stayed_bytes, size_bytes(v for v in forward if graph.values[v].lasting))
     return max(once_bytes, before_bytes + max(0, size_bytes(backward) - room_bytes))
-
-
-def _first_sent_s(problem: Problem) -> float:
-    """No gradient of a parameter that lives on the host is there before so many seconds of a step."""
-    graph, time_s = problem.graph, problem.costs.time_s
-    deferrable = flatten(problem, updates=False).arrays.deferrable
-    made = (i for i, op in enumerate(graph.ops) if any(_sent(graph.values[v]) for v in op.outputs))
-    first = next((i for i in made if i >= graph.boundary), graph.boundary)
-    forward_s = sum(time_s[i] for i in range(graph.boundary) if not deferrable[i])
-    return forward_s + sum(time_s[graph.boundary : first + 1]) if first < len(graph.ops) else forward_s
 
 
 def _sent(value: Value) -> bool:
@@ -156,7 +154,7 @@ def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Itera
     for first, fixed_bytes in chosen:
         needed, after_s = needed_after(flat, first), float(backward_s[first - a.boundary])
         before_s = certain_s + float(backward_s[0]) - after_s
-        second_runs = _second_runs(flat, _reach(flat, needed))
+        second_runs = bool((_reach(flat, needed) & a.overwritten).any())
         yield _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
     forward = None if a.others else _forward_moment(flat, baseline_s, to_host_bytes_per_s)
     if forward is not None:
@@ -183,13 +181,14 @@ def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -
     needed = all_needed & {v for i in before for v in flat.makes[i]} - {int(a.taken[v]) for v in flat.makes[op]}
     reach = _reach(flat, needed)
     held = sum(int(a.size_bytes[v]) for i in before for v in flat.makes[i] if a.held[v])
-    operands = sum(int(a.size_bytes[v]) for v in flat.reads[op] if v not in reach and not a.held[v])
+    operands = sum(int(a.size_bytes[v]) for v in flat.reads[op] if not (reach[v] or a.held[v]))
     new = sum(int(a.size_bytes[v]) for v in flat.makes[op] if not a.in_place[v])
     resident = int(backward_bytes(flat.alone)[0]) - a.tangent_bytes
     resident -= sum(int(a.size_bytes[v]) for i in ops for v in flat.makes[i] if a.held[v])
     fixed_bytes = resident + held + operands + new + int(a.scratch_bytes[op])
     before_s = sum(float(a.time_s[i]) for i in before)
-    return _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, _second_runs(flat, reach))
+    second_runs = bool((reach & a.overwritten).any())
+    return _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
 
 
 def _before(flat: Flat, op: int) -> set[int]:
@@ -214,19 +213,8 @@ def _after(flat: Flat, op: int) -> set[int]:
     return found
 
 
-def _reach(flat: Flat, needed: Iterable[int]) -> set[int]:
+def _reach(flat: Flat, needed: frozenset[int]) -> Flags:
     """These values, and what recomputing them may ask for."""
-    a = flat.arrays
-    found = set(needed)
-    stack = list(found)
-    while stack:
-        op = int(a.producer[stack.pop()])
-        if a.rerunnable[op]:
-            new = {v for v in flat.reads[op] if not a.held[v]} - found
-            found |= new
-            stack += new
-    return found
-
-
-def _second_runs(flat: Flat, reach: Iterable[int]) -> bool:
-    return any(bool(flat.arrays.overwritten[v]) for v in reach)
+    wanted = np.zeros(len(flat.arrays.size_bytes), dtype=np.bool_)
+    wanted[list(needed)] = True
+    return reached(flat, wanted, flat.arrays.rerunnable)

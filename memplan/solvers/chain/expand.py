@@ -135,19 +135,26 @@ def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options:
         for k, option in enumerate(found.options):
             saved[i, k] = _nearest(option.saved_bytes, unit)
             ahead[i, k] = option.forward_peak_bytes
-            back[i, k] = _up(option.backward_peak_bytes + outside.grads[i], unit)
+            back[i, k] = option.backward_peak_bytes + outside.grads[i]
             cost_first[i, k] = option.recompute_s
             cost_again[i, k] = option.recompute_s + option.forward_s
-    incoming = [b.incoming_bytes for b in blocks]
+    incoming, a = [b.incoming_bytes for b in blocks], flat.arrays
+    block_of = np.zeros(a.boundary, dtype=np.int64)
+    for index, block in enumerate(chain.blocks):
+        block_of[block.forward.start : block.forward.stop] = index
+    made = np.zeros((count, count), dtype=np.int64)  # bytes of each cut by the block that makes them
+    for c, block in enumerate(chain.blocks):
+        cut = np.array(block.cut, dtype=np.int64)
+        np.add.at(made[:, c], block_of[a.producer[cut]], a.size_bytes[cut])
     return ChainTable(
         option_count=np.array([len(o.options) for o in options], dtype=np.int64),
         saved=saved,
         forward_peak=-(-ahead // unit),
-        backward_peak=back,
+        backward_peak=-(-back // unit),
         cost_first=cost_first,
         cost_again=cost_again,
-        width=_widths(flat, chain, unit),
-        leaf_peak=np.array([_up(o.leaf_peak_bytes, unit) for o in options], dtype=np.int64),
+        width=np.ascontiguousarray((np.cumsum(made[::-1], axis=0)[::-1] + unit // 2) // unit),
+        leaf_peak=-(-np.array([o.leaf_peak_bytes for o in options], dtype=np.int64) // unit),
         leaf_again=np.array([o.leaf_s for o in options], dtype=np.float64),
         outside_first=np.array([_nearest(x, unit) for x in outside.first], dtype=np.int64),
         outside_again=np.array([_nearest(g + x, unit) for g, x in zip(outside.grads, incoming, strict=True)], np.int64),
@@ -157,25 +164,6 @@ def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options:
 def _nearest(size_bytes: int, unit: int) -> int:
     """Slots to the nearest: a block may hold hundreds of tiny values, and the true peak is replayed afterwards."""
     return (size_bytes + unit // 2) // unit
-
-
-def _up(size_bytes: int, unit: int) -> int:
-    return -(-size_bytes // unit)
-
-
-def _widths(flat: Flat, chain: Chain, unit: int) -> Ints:
-    """width[i, c]: slots of cut c made in block i or later."""
-    a = flat.arrays
-    count = len(chain.blocks)
-    block_of = np.zeros(a.boundary, dtype=np.int64)
-    for index, block in enumerate(chain.blocks):
-        block_of[block.forward.start : block.forward.stop] = index
-    made = np.zeros((count, count), dtype=np.int64)
-    for c, block in enumerate(chain.blocks):
-        cut = np.array(block.cut, dtype=np.int64)
-        np.add.at(made[:, c], block_of[a.producer[cut]], a.size_bytes[cut])
-    from_i = np.cumsum(made[::-1], axis=0)[::-1]
-    return np.ascontiguousarray((from_i + unit // 2) // unit)
 
 
 # Steps of a plan: a block and the option by which its backward part runs, or one of these.
@@ -234,11 +222,18 @@ def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
     if len(steps) == 0:
         raise ValueError(f"no plan fits {slots} slots")
     found = []
-    for row in steps.tolist():
-        step = (row[0], row[1])
-        if step not in solved.pieces:
-            solved.pieces[step] = _piece(flat, solved, *step)
-        found.append(solved.pieces[step])
+    for index, how in steps.tolist():
+        if (index, how) not in solved.pieces:
+            if how == _LOSS:
+                ops = np.array([BOUNDARY], dtype=np.int64)
+            elif how >= 0:
+                ops = np.array(solved.locals[index].ops, dtype=np.int64)
+                ops = ops[np.array(solved.options[index].options[how].backward, dtype=np.int64)]
+            else:
+                ops = np.array(solved.chain.blocks[index].forward, dtype=np.int64)
+                ops = ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
+            solved.pieces[index, how] = ops
+        found.append(solved.pieces[index, how])
     return prune(flat.arrays, np.concatenate(found))
 
 
@@ -246,17 +241,6 @@ def expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
     """Orders of the best plans for at most so many memory sizes."""
     for slots in distinct_slots(solved.front, sizes):
         yield expand(flat, solved, slots)
-
-
-def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:
-    """The ops of one step of a plan."""
-    if how == _LOSS:
-        return np.array([BOUNDARY], dtype=np.int64)
-    if how >= 0:
-        ops = np.array(solved.locals[index].ops, dtype=np.int64)
-        return ops[np.array(solved.options[index].options[how].backward, dtype=np.int64)]
-    ops = np.array(solved.chain.blocks[index].forward, dtype=np.int64)
-    return ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
 
 
 def baselines(flat: Flat, blocks_limit: int) -> tuple[tuple[str, Ints], ...]:

@@ -95,24 +95,15 @@ def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
         known: LocalBlock = flat.blocks[which]
         return known
     forward, backward = list(block.forward), list(block.backward)
-    index: dict[int, int] = {}
-    for op in forward:
-        for v in flat.makes[op]:
-            index.setdefault(v, len(index))
-    inside = len(index)
-    for v in incoming:
-        index.setdefault(v, len(index))
-    for op in backward:
-        for v in flat.makes[op]:
-            index.setdefault(v, len(index))
+    made_inside = dict.fromkeys(v for op in forward for v in flat.makes[op])
+    made_after = (v for op in backward for v in flat.makes[op])
+    index = {v: i for i, v in enumerate(dict.fromkeys((*made_inside, *incoming, *made_after)))}
     cut = tuple(index[v] for v in block.cut if v in index)
-    reads: list[Row] = [tuple(index[v] for v in flat.reads[op] if v in index) for op in forward]
-    reads.append(cut)
-    reads += [tuple(index[v] for v in flat.reads[op] if v in index) for op in backward]
-    makes: list[Row] = [tuple(index[v] for v in flat.makes[op]) for op in forward]
-    makes.append(tuple(index[v] for v in incoming))
-    makes += [tuple(index[v] for v in flat.makes[op]) for op in backward]
-    arrays = _local_arrays(a, forward, backward, list(index), inside, set(incoming), reads, makes, index, last_read)
+    reads: list[Row] = [tuple(index[v] for v in flat.reads[op] if v in index) for op in (*forward, *backward)]
+    reads.insert(len(forward), cut)
+    makes: list[Row] = [tuple(index[v] for v in flat.makes[op]) for op in (*forward, *backward)]
+    makes.insert(len(forward), tuple(index[v] for v in incoming))
+    arrays = _local_arrays(a, forward, backward, len(made_inside), incoming, reads, makes, index, last_read)
     local = Flat(arrays, tuple(reads), tuple(makes))
     signature = _signature(local, cut, [keys[op] for op in (*forward, *backward)])
     incoming_bytes = int(sum(a.size_bytes[v] for v in incoming))
@@ -125,26 +116,21 @@ def _local_arrays(
     a: Arrays,
     forward: list[int],
     backward: list[int],
-    values: list[int],
     inside: int,
-    incoming: set[int],
+    incoming: Row,
     reads: list[Row],
     makes: list[Row],
     index: dict[int, int],
     last_read: Ints,
 ) -> Arrays:
-    chosen = np.array(values, dtype=np.int64)
+    chosen, stand_in = np.array(list(index), dtype=np.int64), len(forward)
     ops = np.array([*forward, 0, *backward], dtype=np.int64)
-    stand_in = len(forward)
-    held = a.held[chosen].copy()
-    size = a.size_bytes[chosen].copy()
-    rerunnable = a.rerunnable[ops].copy()
-    rerunnable[stand_in] = False
-    time_s = a.time_s[ops].copy()
-    time_s[stand_in] = 0.0
-    scratch = a.scratch_bytes[ops].copy()
-    scratch[stand_in] = 0
-    producer = np.full(len(values), -1, dtype=np.int64)
+    rerunnable, random, time_s, scratch = a.rerunnable[ops], a.random[ops], a.time_s[ops], a.scratch_bytes[ops]
+    rerunnable[stand_in] = random[stand_in] = False
+    time_s[stand_in] = scratch[stand_in] = 0
+    held, size, in_place = a.held[chosen], a.size_bytes[chosen], a.in_place[chosen]
+    in_place[[index[v] for v in incoming]] = False
+    producer = np.full(len(index), -1, dtype=np.int64)
     for op, row in enumerate(makes):
         for v in row:
             producer[v] = op
@@ -155,10 +141,6 @@ def _local_arrays(
     if a.accumulate:
         held[inside:] &= ~a.gradient[chosen[inside:]]
     held[inside:] |= last_read[chosen[inside:]] >= end
-    in_place = a.in_place[chosen].copy()
-    in_place[[index[v] for v in incoming]] = False
-    random = a.random[ops].copy()
-    random[stand_in] = False
     read_start, read = compressed(reads)
     made_start, made = compressed(makes)
     return Arrays(
@@ -171,7 +153,7 @@ def _local_arrays(
         taken=np.array([index.get(int(t), -1) for t in a.taken[chosen]], dtype=np.int64),
         in_place=in_place,
         held=held,
-        gradient=np.zeros(len(values), dtype=np.bool_),
+        gradient=np.zeros(len(index), dtype=np.bool_),
         awaiting_start=np.zeros(len(ops) + 1, dtype=np.int64),
         awaiting=np.zeros(0, dtype=np.int64),
         producer=producer,

@@ -119,50 +119,32 @@ def make_chain(flat: Flat, cuts: tuple[int, ...]) -> Chain:
     a = flat.arrays
     bounds = (0, *cuts, a.boundary)
     count = len(bounds) - 1
-    block_of_op = np.zeros(a.boundary, dtype=np.int64)
-    for index in range(count):
-        block_of_op[bounds[index] : bounds[index + 1]] = index
-    ends = _backward_ends(flat, block_of_op, count)
-    last_block = _last_readers(flat, block_of_op, ends)
-    cut_values: list[list[int]] = [[] for _ in range(count)]
-    for v in sorted(last_block):
-        for index in range(int(block_of_op[a.producer[v]]), last_block[v]):
-            cut_values[index].append(v)
-    blocks = []
-    for index in range(count):
-        start = a.boundary if index == count - 1 else ends[index + 1]
-        blocks.append(
-            Block(range(bounds[index], bounds[index + 1]), range(start, ends[index]), tuple(cut_values[index]))
-        )
-    return Chain(tuple(blocks))
-
-
-def _backward_ends(flat: Flat, block_of_op: Ints, count: int) -> list[int]:
-    """ends[b]: one past the last backward op that reads a forward value made in block b or later."""
-    a = flat.arrays
-    reader, read = _readings(flat)
-    made = a.producer[read]
-    chosen = (reader >= a.boundary) & (made >= 0) & (made < a.boundary) & ~a.held[read]
-    ends = np.full(count, a.boundary, dtype=np.int64)
-    np.maximum.at(ends, block_of_op[made[chosen]], reader[chosen] + 1)
-    ends = np.maximum.accumulate(ends[::-1])[::-1]
-    ends[0] = flat.op_count
-    found: list[int] = ends.tolist()
-    return found
-
-
-def _last_readers(flat: Flat, block_of_op: Ints, ends: list[int]) -> dict[int, int]:
-    """For each forward value that can cross: the last block in which it is read."""
-    a = flat.arrays
-    # The backward segment of block b is [ends[b + 1], ends[b]).
-    positions = np.arange(a.boundary, flat.op_count)
-    in_backward = len(ends) - 1 - np.searchsorted(np.array(ends[::-1]), positions, side="right")
-    block_of = np.concatenate((block_of_op, in_backward))
+    block_of_op = np.repeat(np.arange(count), np.diff(bounds))
     reader, read = _readings(flat)
     made = a.producer[read]
     chosen = (made >= 0) & (made < a.boundary) & ~a.held[read]
+    # ends[b]: one past the last backward op that reads a forward value made in block b or later. So the backward
+    # segment of block b is [ends[b + 1], ends[b]).
+    late = chosen & (reader >= a.boundary)
+    ends = np.full(count, a.boundary, dtype=np.int64)
+    np.maximum.at(ends, block_of_op[made[late]], reader[late] + 1)
+    ends = np.maximum.accumulate(ends[::-1])[::-1]
+    ends[0] = flat.op_count
+    positions = np.arange(a.boundary, flat.op_count)
+    in_backward = count - 1 - np.searchsorted(ends[::-1], positions, side="right")
+    block_of = np.concatenate((block_of_op, in_backward))
+    # last[v]: the last block in which a forward value that can cross is read.
     chosen[chosen] &= a.rerunnable[made[chosen]] | a.overwritten[read[chosen]]
     last = np.full(len(a.size_bytes), -1, dtype=np.int64)
     np.maximum.at(last, read[chosen], np.maximum(block_of[reader[chosen]], 0))
-    values = np.nonzero(last >= 0)[0]
-    return dict(zip(values.tolist(), last[values].tolist(), strict=True))
+    cut_values: list[list[int]] = [[] for _ in range(count)]
+    for v in np.nonzero(last >= 0)[0].tolist():
+        for index in range(int(block_of_op[a.producer[v]]), int(last[v])):
+            cut_values[index].append(v)
+    starts, stops = [*ends[1:].tolist(), a.boundary], ends.tolist()
+    return Chain(
+        tuple(
+            Block(range(bounds[i], bounds[i + 1]), range(starts[i], stops[i]), tuple(cut_values[i]))
+            for i in range(count)
+        )
+    )

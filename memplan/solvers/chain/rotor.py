@@ -98,27 +98,19 @@ def _same_blocks(t: ChainTable, i: int, other: int) -> bool:
 
 
 @kernel
-def _period(t: ChainTable) -> int:
-    """The distance at which the most blocks have an equal one."""
-    count = len(t.option_count)
-    best = 1
-    most = 0
-    for period in range(1, count // 2 + 1):
-        equal = 0
-        for i in range(count - period):
-            if _same_blocks(t, i, i + period):
-                equal += 1
-        if equal > most:
-            best = period
-            most = equal
-    return best
-
-
-@kernel
 def _shared_rows(t: ChainTable) -> tuple[Ints, int]:
     """segment[i, j] and the number of rows: a segment that equals the one a period further on has its row."""
     count = len(t.option_count)
-    period = _period(t)
+    period = 1  # the distance at which the most blocks have an equal one
+    most = 0
+    for distance in range(1, count // 2 + 1):
+        equal = 0
+        for i in range(count - distance):
+            if _same_blocks(t, i, i + distance):
+                equal += 1
+        if equal > most:
+            period = distance
+            most = equal
     segment = np.full((count, count), -1, dtype=np.int64)
     same = np.zeros(count, dtype=np.bool_)
     for i in range(count - period):
@@ -235,14 +227,8 @@ def best_move(t: ChainTable, front: ChainFront, i: int, j: int, m: int) -> tuple
 def distinct_slots(front: ChainFront, limit: int) -> tuple[int, ...]:
     """At most `limit` memory sizes at which the whole chain's least seconds change, the extremes among them."""
     row = front.seconds
-    finite = np.nonzero(np.isfinite(row))[0]
-    if len(finite) == 0:
-        return ()
-    steps = [int(finite[0])]
-    for m in finite[1:]:
-        if row[m] < row[steps[-1]]:
-            steps.append(int(m))
-    if len(steps) <= limit:
-        return tuple(steps)
-    chosen = np.unique(np.round(np.linspace(0, len(steps) - 1, limit)).astype(int))
-    return tuple(steps[i] for i in chosen)
+    before = np.minimum.accumulate(np.concatenate([[np.inf], row[:-1]]))
+    steps = np.nonzero(row < before)[0]
+    if len(steps) > limit:
+        steps = steps[np.unique(np.round(np.linspace(0, len(steps) - 1, limit)).astype(int))]
+    return tuple(steps.tolist())

@@ -1,6 +1,6 @@
 """Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
 
-`solve_block` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
+`BlockSearch` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
 Incumbents come from minimum cuts and local search (`incumbents`), the certificate from branch and bound. Work is
 limited in nodes, never in seconds, so that an answer is the same on every machine. Where the limit is met, the answer
 has an incumbent, a lower bound and a gap.
@@ -58,10 +58,6 @@ class BlockSolution:
     bound_s: float
     certified: bool
     nodes: int
-
-    @property
-    def gap_s(self) -> float:
-        return 0.0 if self.certified else self.recompute_s - self.bound_s
 
 
 class BlockSearch:
@@ -233,7 +229,15 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     """
     block, everything = searched.block, option_of_order(searched.block, searched.keep_all())
     orders = {tuple(order): option_of_order(block, order) for order in (searched.keep_all(), *known)}
-    budgets = _budgets(searched, everything, saved_parts, peak_parts, forward_parts)
+    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
+    saved_steps = _steps(searched.least_saved_bytes(), everything.saved_bytes, saved_parts)
+    peak_steps = _steps(least_peak, everything.backward_peak_bytes, peak_parts)
+    budgets = [BlockBudget(saved, NO_LIMIT, peak) for saved in saved_steps for peak in peak_steps]
+    if forward_parts and everything.forward_peak_bytes > everything.saved_bytes:  # else forward peaks at the boundary
+        least_forward = min(searched.least_forward_bytes(), everything.forward_peak_bytes)
+        ahead = _steps(least_forward, everything.forward_peak_bytes, forward_parts + 1)[1:]
+        budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
+    budgets = list(dict.fromkeys(budgets))
     for budget in budgets:
         for better in improved(block, budget, orders, _TRIES):
             orders.setdefault(tuple(better.tolist()), option_of(block, better))
@@ -297,22 +301,6 @@ class _Closing:
         )
 
 
-def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_parts: int,
-             forward_parts: int) -> list[BlockBudget]:  # fmt: skip
-    """The loosest first; limits on the forward peak come last."""
-    least_saved = searched.least_saved_bytes()
-    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
-    least_forward = min(searched.least_forward_bytes(), everything.forward_peak_bytes)
-    saved_steps = _steps(least_saved, everything.saved_bytes, saved_parts)
-    peak_steps = _steps(least_peak, everything.backward_peak_bytes, peak_parts)
-    budgets = [BlockBudget(saved, NO_LIMIT, peak) for saved in saved_steps for peak in peak_steps]
-    ahead = _steps(least_forward, everything.forward_peak_bytes, forward_parts + 1)[1:] if forward_parts else []
-    if everything.forward_peak_bytes <= everything.saved_bytes:
-        ahead = []  # forward peaks at the boundary: the limit on saved bytes is the limit
-    budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
-    return list(dict.fromkeys(budgets))
-
-
 def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:
     """The orders of a grid of budgets for a block.
 
@@ -339,14 +327,3 @@ def _steps(low: int, high: int, parts: int) -> list[int]:
 def _bytes_of_steps(b: Reversed) -> list[int]:
     """What each step needs: its operands beside what no choice changes."""
     return [int(x) + int(b.size_bytes[b.step_reads.row(t)].sum()) for t, x in enumerate(b.step_bytes)]
-
-
-def solve_block(
-    block: LocalBlock,
-    budget: BlockBudget,
-    known: Iterable[Sequence[int]] = (),
-    rules: Rules | None = None,
-    most_nodes: int = 20_000,
-) -> BlockSolution:
-    """Least recomputation of a block under a budget."""
-    return BlockSearch(block, rules, most_nodes).solve(budget, known)

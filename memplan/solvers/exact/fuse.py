@@ -54,7 +54,7 @@ class _Run:
 
 
 class _Fusing:
-    """Joins runs of a block. runs: by the op whose outputs are demanded."""
+    """Joins runs of a block. runs: by the op whose outputs are demanded. demanded: values that can come to be that."""
 
     def __init__(self, b: Reversed, free_bytes: int) -> None:
         self.b = b
@@ -63,7 +63,14 @@ class _Fusing:
         self.free = frozenset(np.flatnonzero(b.size_bytes <= free_bytes).tolist()) - kept
         self.by_steps = _union(b.step_reads.lists()) - self.free
         reads = [frozenset(row) for row in b.reads.lists()]
-        self.demanded = self._demanded(reads)
+        demanded, stack = set[int](), list(self.by_steps)
+        while stack:
+            v = stack.pop()
+            maker = int(b.maker[v])
+            if v not in demanded and maker >= 0 and b.again[maker]:
+                stack += reads[maker] - self.free
+            demanded.add(v)
+        self.demanded = frozenset(demanded)
         self.runs: dict[int, _Run] = {}
         for op, (makes, takes) in enumerate(zip(b.makes.lists(), b.takes.lists(), strict=True)):
             made, read = self.demanded & frozenset(makes), reads[op] - self.free
@@ -73,28 +80,10 @@ class _Fusing:
                 self.runs[op] = _Run(made, read, taken, ((read, held),), int(b.ticks[op]), (op,))
         self.calm = bool((b.between_bytes[1:] <= b.step_bytes).all())  # what a step leaves stood while it ran
 
-    def _demanded(self, reads: list[Values]) -> Values:
-        """Values that can come to be demanded."""
-        found: set[int] = set()
-        stack = list(self.by_steps)
-        while stack:
-            v = stack.pop()
-            maker = int(self.b.maker[v])
-            if v not in found and maker >= 0 and self.b.again[maker]:
-                stack += reads[maker] - self.free
-            found.add(v)
-        return frozenset(found)
-
     def bytes_of(self, values: Values) -> int:
         return int(sum(self.b.size_bytes[v] for v in values))
 
-    def fuse(self) -> None:
-        """Join runs until none can be joined any more."""
-        for op in sorted(self.runs):
-            while op in self.runs and self._joins(op):
-                pass
-
-    def _joins(self, op: int) -> bool:
+    def joins(self, op: int) -> bool:
         """Whether a run was joined to that of `op`."""
         run, taken = self.runs[op], self.taken_by_steps.union(*(run.takes for run in self.runs.values()))
         inner = [v for v in sorted(run.reads, reverse=True) if self._inside(op, v, taken)]
@@ -202,7 +191,9 @@ def fused(b: Reversed, free_bytes: int = -1) -> Reversed:
     free_bytes: values of no more bytes take no memory, except while what reads them runs.
     """
     fusing = _Fusing(b, free_bytes)
-    fusing.fuse()
+    for op in sorted(fusing.runs):
+        while op in fusing.runs and fusing.joins(op):
+            pass
     return fusing.block()
 
 

@@ -157,7 +157,7 @@ def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
     ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
     for op in range(ops):
         ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.row(op)]
-    return network_of(2 + values + ops, [(tail, head) for tail, head, _ in ends], [room for *_, room in ends])
+    return network_of(2 + values + ops, np.array(ends, dtype=np.int64).reshape(-1, 3))
 
 
 @kernel

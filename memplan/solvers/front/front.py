@@ -22,7 +22,8 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
-from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask, baseline_schedules
+from memplan.solvers.chain.expand import baselines
+from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
 from memplan.solvers.numeric.compiling import tell_of_compilation, watching_compilation
 from memplan.solvers.numeric.threads import side_by_side
 from memplan.solvers.orders.flat import Flat, Ints, flatten
@@ -139,10 +140,7 @@ def textbook(problem: Problem) -> tuple[Candidate, ...]:
     Keep all is among them.
     """
     flat = flatten(problem)
-    sketches = [
-        sketch_of(flat, "keep all", keep_all(flat)),
-        *baseline_schedules(MethodTask.of(problem, flat, Config())),
-    ]
+    sketches = [sketch_of(flat, name, order) for name, order in baselines(flat, Config().figures.coarse_blocks)]
     legal = [_candidate(problem, sketch) for sketch in sketches if sketch.peak_bytes >= 0]
     return tuple(sorted(legal, key=lambda c: c.peak_bytes))
 

@@ -10,7 +10,7 @@ from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import asked
-from memplan.solvers.chain.expand import BlockOrders, baselines, expanded, solved_chain
+from memplan.solvers.chain.expand import BlockOrders, expanded, solved_chain
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
@@ -41,16 +41,10 @@ class MethodTask:
     bound: Bound
 
     @classmethod
-    def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> MethodTask:
+    def of(cls, problem: Problem, flat: Flat, config: Config) -> MethodTask:
         keys = tuple(op.key or op.kind for op in problem.graph.ops)
         most_bytes = sketch_of(flat.alone, "keep all", keep_all(flat)).peak_bytes
-        return cls(flat, keys, most_bytes, config.figures, bound or Bound(problem.baseline_time_s, 0, ()))
-
-
-def baseline_schedules(task: MethodTask) -> Iterator[Sketch]:
-    """Recompute every block, or sqrt(n) segments."""
-    for name, order in baselines(task.flat, task.figures.coarse_blocks):
-        yield sketch_of(task.flat, name, order)
+        return cls(flat, keys, most_bytes, config.figures, Bound(problem.baseline_time_s, 0, ()))
 
 
 def rotor(task: MethodTask) -> Iterator[Sketch]:

@@ -6,10 +6,10 @@ import contextlib
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from numba.core.dispatcher import Dispatcher
-from numba.core.event import Event, Listener, register, unregister
+from numba.core.event import Event, Listener, install_listener
 from numba.core.registry import cpu_target
 
 from memplan.logs import show
@@ -31,15 +31,9 @@ class _Compilations(Listener):
         pass
 
 
-@contextlib.contextmanager
-def watching_compilation(began: Callable[[], None]) -> Iterator[None]:
+def watching_compilation(began: Callable[[], None]) -> contextlib.AbstractContextManager[object]:
     """A context that calls a function, in whichever thread, for each kernel that is compiled in it."""
-    listener = _Compilations(began)
-    register("numba:compile", listener)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        unregister("numba:compile", listener)  # type: ignore[no-untyped-call]
+    return install_listener("numba:compile", _Compilations(began))
 
 
 @functools.cache

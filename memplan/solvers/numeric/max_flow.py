@@ -5,8 +5,6 @@ Kernels take few arrays of many columns: numba's time of compilation grows with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -20,13 +18,16 @@ SOURCE, TARGET, AFTER, ROOM, LEFT = 0, 1, 2, 3, 4
 HEAD, LEVEL, QUEUE, PATH, CURSOR = 0, 1, 2, 3, 4
 
 
-def network_of(nodes: int, ends: Sequence[tuple[int, int]], room: Sequence[int]) -> tuple[_Ints, _Ints]:
-    """(edges, work) of a network from node 0 to node 1. Edge 2k + 1 is the reverse of edge 2k, without room."""
-    pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
+def network_of(nodes: int, rows: _Ints) -> tuple[_Ints, _Ints]:
+    """(edges, work) of a network from node 0 to node 1.
+
+    rows: ends and room of each edge. Row k is edge 2k; edge 2k + 1 is its reverse, without room.
+    """
+    pairs = rows[:, :2]
     source = pairs.ravel()
     edge = np.zeros((len(source), 5), dtype=np.int64)
     edge[:, SOURCE], edge[:, TARGET], edge[:, AFTER] = source, pairs[:, ::-1].ravel(), -1
-    edge[::2, ROOM] = room
+    edge[::2, ROOM] = rows[:, 2]
     order = np.argsort(source, kind="stable")
     same = source[order[1:]] == source[order[:-1]]
     edge[order[1:][same], AFTER] = order[:-1][same]

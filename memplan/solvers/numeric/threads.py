@@ -31,7 +31,8 @@ def side_by_side(
             except StopIteration:
                 return
 
-    with ThreadPoolExecutor(max(1, min(len(searches), _cores())), "memplan") as pool:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max(1, min(len(searches), cores)), "memplan") as pool:
         running = {pool.submit(exhaust, search, into): i for i, (search, into) in enumerate(zip(searches, found))}
         try:
             while running:
@@ -44,8 +45,3 @@ def side_by_side(
         finally:
             stop.set()
             pool.shutdown(cancel_futures=True)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

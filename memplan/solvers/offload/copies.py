@@ -246,16 +246,8 @@ def _sorted(gaps: Gaps, first: Ints, then: Ints) -> Ints:
 def settle(m: Movables, gaps: Gaps, begin_s: Floats, limits: Ints, held: Ints) -> None:
     """Say from when to when each value is away. begin_s: of each position, and the end of the last."""
     by_start = _sorted(gaps, gaps.start, gaps.value)
-    _keep_host_copies(m, gaps, by_start, held)
-    _time_copies_out(m, gaps, by_start, begin_s, held)
-    _time_copies_in(m, gaps, begin_s, limits, held)
-
-
-@kernel
-def _keep_host_copies(m: Movables, gaps: Gaps, by_start: Ints, held: Ints) -> None:
-    """A value that leaves a second time is on the host already."""
     copied = np.full(len(m.size_bytes), -1, dtype=np.int64)
-    for g in by_start:
+    for g in by_start:  # a value that leaves a second time is on the host already
         v = gaps.value[g]
         if gaps.copies[g] and copied[v] == gaps.made[g]:
             gaps.copies[g] = False
@@ -263,13 +255,8 @@ def _keep_host_copies(m: Movables, gaps: Gaps, by_start: Ints, held: Ints) -> No
             gaps.gone[g] = gaps.start[g] + 1
         elif gaps.copies[g]:
             copied[v] = gaps.made[g]
-
-
-@kernel
-def _time_copies_out(m: Movables, gaps: Gaps, by_start: Ints, begin_s: Floats, held: Ints) -> None:
-    """Let values go as soon as their copy is done, which may be before their room is needed."""
     free_s = 0.0
-    for g in by_start:
+    for g in by_start:  # values go as soon as their copy is done, which may be before their room is needed
         if gaps.copies[g]:
             v = gaps.value[g]
             free_s = max(free_s, begin_s[gaps.start[g] + 1]) + m.out_s[v]
@@ -277,11 +264,7 @@ def _time_copies_out(m: Movables, gaps: Gaps, by_start: Ints, begin_s: Floats, h
             gone = max(gaps.start[g] + 1, min(done, gaps.gone[g]))
             held[gone : gaps.gone[g]] -= m.size_bytes[v]
             gaps.gone[g] = gone
-
-
-@kernel
-def _time_copies_in(m: Movables, gaps: Gaps, begin_s: Floats, limits: Ints, held: Ints) -> None:
-    """Begin to fetch as late as keeps nobody waiting, or else as early as there is room."""
+    # Begin to fetch as late as keeps nobody waiting, or else as early as there is room.
     end = len(held)
     by_stop = _sorted(gaps, gaps.stop, gaps.value)
     wanted = np.zeros(len(gaps.value), dtype=np.int64)

@@ -1,8 +1,8 @@
 """Copies to and from host memory, and gathers, added to an order of ops so that it fits a budget on the device.
 
 An order of ops says what is recomputed; this says what of the rest leaves the device for a while. Between two uses of a
-value lies a **gap** during which its memory can serve others. `place_copies` sweeps over the order and, wherever too
-much is held, closes the gap whose next use is farthest away (Belady's rule, optimal for the number of copies of equal
+value lies a **gap** during which its memory can serve others. `evict` sweeps over the order and, wherever too much is
+held, closes the gap whose next use is farthest away (Belady's rule, optimal for the number of copies of equal
 size). A copy out begins right after the use before the gap. A copy in begins as late as its direction of the link
 allows without keeping anybody waiting, and as early as memory allows where it doesn't.
 
@@ -188,7 +188,7 @@ class _CopySearch:
     def _try(self, solver: str, order: Sequence[int]) -> bool:
         """Whether an order keeps both budgets and is the fastest so far."""
         faster = False
-        for places in _placements(self.problem, order, self.budget_bytes, self.flat, self.movables):
+        for places in placements(self.problem, order, self.budget_bytes, self.flat, self.movables):
             time_s, host_peak_bytes = places.lanes()
             if self.overlaps:
                 schedule = overlapped(self.problem, places.schedule(), self.budget_bytes)
@@ -204,21 +204,7 @@ class _CopySearch:
         return pinned_bytes(slab_bytes) * self.problem.in_flight <= self.host_bytes
 
 
-def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:
-    """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there."""
-    places = settled(problem, order, budget_bytes, flatten(problem), movables_of(problem))
-    return None if places is None else places.schedule()
-
-
-def settled(
-    problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
-) -> _Places | None:
-    """The fastest placement of copies for an order that peaks within the budget. flat, movables: of the problem."""
-    found = _placements(problem, order, budget_bytes, flat, movables)
-    return min(found, key=lambda places: places.lanes()[0], default=None)
-
-
-def _placements(
+def placements(
     problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
 ) -> Iterator[_Places]:
     """Copies that bring an order within the budget, in one way or in several.
@@ -274,8 +260,7 @@ class _Places:
     staying: Ints = field(init=False)  # on the device between steps
     begin_s: Floats = field(init=False)  # of each position, and the end of the last; without waiting
     gaps: Gaps = field(init=False)
-    updated: dict[int, list[int]] = field(init=False)  # gradients by the position after which parameters are updated
-    read_to: Ints = field(init=False)  # that position by gradient, -1 elsewhere
+    read_to: Ints = field(init=False)  # by gradient the position after which its parameters are updated, -1 elsewhere
 
     def __post_init__(self) -> None:
         self.order = np.array(self.steps, dtype=np.int64)
@@ -287,9 +272,23 @@ class _Places:
         self.end_bytes = peak - _VAST
         seconds = np.where(self.order == BOUNDARY, 0.0, self.movables.time_s[self.order])
         self.begin_s = np.concatenate([[0.0], np.cumsum(seconds)])
-        self._count_late_updates()
+        values, ops = self.problem.graph.values, self.problem.graph.ops
+        self.read_to = np.full(len(values), -1, dtype=np.int64)
+        updated = update_positions(self.problem.graph, self.steps)
+        made = {v: p for p, op in enumerate(self.steps) if op != BOUNDARY for v in ops[op].outputs if updated}
+        for position, gradients in updated.items():  # they stay until their parameters are read for the last time
+            self.read_to[gradients] = position
+            for g in gradients:
+                if values[g].home == "device" and made[g] < position:
+                    self.held[made[g] + 1 : position + 1] += 0 if values[g].held else values[g].size_bytes
+                    self.held[position] += values[g].update_bytes
         least_bytes = int(self.least_share * self.budget_bytes)
-        self.staying = self._staying()
+        staying, room_bytes, sizes = list[int](), self.staying_bytes, self.movables.size_bytes
+        for v in dict.fromkeys(v for op in self.steps if op >= 0 for v in ops[op].inputs) if room_bytes else ():
+            if self.movables.lasting[v] and sizes[v] <= room_bytes:  # most often what is read first was read last, too
+                staying.append(v)
+                room_bytes -= int(sizes[v])
+        self.staying = np.array(staying, dtype=np.int64)
         self.gaps = find_gaps(self.movables, self.order, least_bytes, self.held, self.staying)
         others = self.problem.in_flight - 1
         self.limits = np.full(len(self.order), self.budget_bytes - others * self.saved_bytes, dtype=np.int64)
@@ -297,34 +296,10 @@ class _Places:
             at_turn = self.saved_bytes + int(self.held[self.turn]) - self.saved_now()
             self.limits[self.turn] = min(int(self.limits[self.turn]), at_turn)
 
-    def _staying(self) -> Ints:
-        """What stays on the device between steps: what is read first, which most often was read last as well."""
-        ops, found, room_bytes = self.problem.graph.ops, list[int](), self.staying_bytes
-        for v in dict.fromkeys(v for op in self.steps if op >= 0 for v in ops[op].inputs) if room_bytes else ():
-            if self.movables.lasting[v] and self.movables.size_bytes[v] <= room_bytes:
-                found.append(v)
-                room_bytes -= int(self.movables.size_bytes[v])
-        return np.array(found, dtype=np.int64)
-
     def amounts_staying(self) -> list[int]:
         """Bytes that may stay on the device between steps: none, and up to all that there is room for then."""
         room_bytes = self.budget_bytes - self.end_bytes - self.problem.bytes_after(stays=True)
         return [0, *(room_bytes * share // _STAYING for share in range(1, _STAYING + 1) if room_bytes > 0)]
-
-    def _count_late_updates(self) -> None:
-        """Gradients whose parameters are read once more after they are there: they stay, and their update is later."""
-        values = self.problem.graph.values
-        self.read_to = np.full(len(values), -1, dtype=np.int64)
-        self.updated = update_positions(self.problem.graph, self.steps)
-        if not self.updated:
-            return
-        made = {v: p for p, op in enumerate(self.steps) if op != BOUNDARY for v in self.problem.graph.ops[op].outputs}
-        for position, gradients in self.updated.items():
-            self.read_to[gradients] = position
-            for g in gradients:
-                if values[g].home == "device" and made[g] < position:
-                    self.held[made[g] + 1 : position + 1] += 0 if values[g].held else values[g].size_bytes
-                    self.held[position] += values[g].update_bytes
 
     @property
     def later_bytes(self) -> int:

@@ -126,10 +126,19 @@ class _Overlap:
         """The schedule with its collectives moved."""
         flights = self._flights()
         self.lane = [(f.start, number, self.time_s[f.start]) for number, f in enumerate(flights)]
-        first = 0
-        for number, (flight, end_s) in enumerate(zip(flights, self._latest_ends(flights), strict=True)):
+        latest_s, ends_s = np.inf, list[float]()  # of collectives, for nobody to wait for one or for later ones
+        for flight in reversed(flights):
             if flight.limit is None:
-                self._place_wait(flight)
+                latest_s = min(latest_s, self.begin_s[flight.use])
+            ends_s.insert(0, float(latest_s))
+            latest_s -= self.time_s[flight.start]
+        first = 0
+        for number, (flight, end_s) in enumerate(zip(flights, ends_s, strict=True)):
+            if flight.limit is None:
+                size_bytes, begin = self._read_bytes(flight), flight.until
+                while flight.until < flight.use and self.held[flight.until] + size_bytes <= self.budget_bytes:
+                    flight.until += 1  # the wait comes as late as there is room for what the collective reads
+                self._add(begin, flight.until, size_bytes)
                 late_s = self.clock[flight.until] - self.begin_s[flight.until]
                 self._place_start(flight, number, max(first, flight.earliest), end_s + late_s)
                 first = max(first, flight.at)
@@ -284,16 +293,6 @@ class _Overlap:
 
     # -- where it moves to ------------------------------------------------------------------------------------------
 
-    def _latest_ends(self, flights: list[_Flight]) -> list[float]:
-        """When collectives should be over, for nobody to wait for them or for later ones."""
-        latest_s, found = np.inf, []
-        for flight in reversed(flights):
-            if flight.limit is None:
-                latest_s = min(latest_s, self.begin_s[flight.use])
-            found.append(float(latest_s))
-            latest_s -= self.time_s[flight.start]
-        return found[::-1]
-
     def _size_bytes(self, values: Iterable[int]) -> int:
         return sum(self.graph.values[v].size_bytes for v in values if self.graph.values[v].reuses is None)
 
@@ -317,13 +316,6 @@ class _Overlap:
 
     def _stall(self, position: int, end_s: float) -> None:
         self.clock[position:] += max(0.0, end_s - float(self.clock[position]))
-
-    def _place_wait(self, flight: _Flight) -> None:
-        """Let the wait come as late as there is room for what the collective reads."""
-        size_bytes, begin = self._read_bytes(flight), flight.until
-        while flight.until < flight.use and self.held[flight.until] + size_bytes <= self.budget_bytes:
-            flight.until += 1
-        self._add(begin, flight.until, size_bytes)
 
     def _place_start(self, flight: _Flight, number: int, first: int, latest_s: float) -> None:
         """Let the head run early enough, if there is room."""

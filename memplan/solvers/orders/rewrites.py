@@ -38,28 +38,23 @@ def demand_order(a: Arrays, saved: Flags, window: int, limit_ops: int) -> Ints:
     marked = np.zeros(a.boundary, dtype=np.bool_)
     stack = np.empty(values + 1, dtype=np.int64)
     for b in range(a.boundary, ops):
-        top = 0
-        for e in range(a.read_start[b], a.read_start[b + 1]):
-            v = a.read[e]
-            if a.producer[v] < a.boundary and not saved[v] and not (made_at[v] >= 0 and b - made_at[v] <= window):
-                if not marked[a.producer[v]]:
-                    marked[a.producer[v]] = True
-                    stack[top] = a.producer[v]
-                    top += 1
         lowest = a.boundary
         highest = -1
+        stack[0] = b
+        top = 1
         while top > 0:
             top -= 1
             op = stack[top]
-            lowest = min(lowest, op)
-            highest = max(highest, op)
             for e in range(a.read_start[op], a.read_start[op + 1]):
                 v = a.read[e]
-                if not saved[v] and not (made_at[v] >= 0 and b - made_at[v] <= window):
-                    if not marked[a.producer[v]]:
-                        marked[a.producer[v]] = True
-                        stack[top] = a.producer[v]
-                        top += 1
+                maker = a.producer[v]
+                recent = made_at[v] >= 0 and b - made_at[v] <= window
+                if maker < a.boundary and not saved[v] and not recent and not marked[maker]:
+                    marked[maker] = True
+                    lowest = min(lowest, maker)
+                    highest = max(highest, maker)
+                    stack[top] = maker
+                    top += 1
         for op in range(lowest, highest + 1):
             if marked[op]:
                 if length >= limit_ops:
@@ -260,13 +255,6 @@ def _idle(a: Arrays, events: Events, op: int, before: int) -> bool:
 
 
 @kernel
-def _by_size(a: Arrays) -> Ints:
-    """Forward values that can be freed, largest first."""
-    found = np.nonzero(~a.held & (a.producer >= 0) & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
-    return found[np.argsort(-a.size_bytes[found], kind="mergesort")]
-
-
-@kernel
 def live_through(events: Events, by_size: Ints, at: int, most: int) -> tuple[Ints, Ints]:
     """The first of these values that are live at a position though its op does not touch them, and their next reads."""
     found, reads = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
@@ -304,7 +292,8 @@ def bring_down(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: in
     during = np.zeros(len(order), dtype=np.int64)
     peak, at, time_s = replay(a, order, during)
     excess = excess_bytes(during, target_bytes)
-    by_size = _by_size(a)
+    by_size = np.nonzero(~a.held & (a.producer >= 0) & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
+    by_size = by_size[np.argsort(-a.size_bytes[by_size], kind="mergesort")]
     tidy = False  # whether it is certain that all runs are read
     for _ in range(rounds):
         if peak <= target_bytes:

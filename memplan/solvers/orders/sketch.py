@@ -43,20 +43,16 @@ class Point(Protocol):
     def peak_bytes(self) -> int: ...
     @property
     def time_s(self) -> float: ...
-
-
-class Ordered(Point, Protocol):
     @property
     def order(self) -> Sized: ...
 
 
 _Point = TypeVar("_Point", bound=Point)
-_Ordered = TypeVar("_Ordered", bound=Ordered)
 
 
-def pareto(sketches: Iterable[_Ordered]) -> list[_Ordered]:
+def pareto(sketches: Iterable[_Point]) -> list[_Point]:
     """The legal ones that no other beats in both peak and time: peaks rise, times fall."""
-    kept: list[_Ordered] = []
+    kept: list[_Point] = []
     for sketch in sorted(sketches, key=lambda s: (s.peak_bytes, s.time_s, len(s.order))):
         if sketch.peak_bytes >= 0 and (not kept or sketch.time_s < kept[-1].time_s):
             kept.append(sketch)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Floats, Ints
 from memplan.solvers.orders.replay import fill, prune, replay
-from memplan.solvers.orders.rewrites import Events, events_of, excess_bytes, live_through, promise_of, split
+from memplan.solvers.orders.rewrites import events_of, excess_bytes, live_through, promise_of, split
 
 _THRESHOLD = 0.03  # of the overhead: how much longer than the best an order may take at first
 _MARGIN = 0.02  # of the overhead: what filling may still win back
@@ -133,7 +133,12 @@ def _repair(a: Arrays, order: Ints, limit_bytes: int, most_s: float, by_size: In
             break
         over_bytes = excess_bytes(during, limit_bytes)
         events = events_of(a, order)
-        values, reads = _drawn(a, events, by_size, at, state)
+        values, reads = live_through(events, by_size, at, len(by_size))
+        cost: Floats = np.empty(len(values), dtype=np.float64)
+        for i in range(len(values)):  # those of few seconds per byte, more or less, are drawn
+            cost[i] = a.time_s[a.producer[values[i]]] / a.size_bytes[values[i]] * (0.2 + _below(state, 1024) / 1024.0)
+        first = np.argsort(cost, kind="mergesort")[:_POOL]
+        values, reads = values[first], reads[first]
         promise = np.empty(len(values), dtype=np.float64)
         for i in range(len(values)):
             promise[i] = promise_of(a, events, during, limit_bytes, values[i], reads[i])
@@ -154,14 +159,3 @@ def _repair(a: Arrays, order: Ints, limit_bytes: int, most_s: float, by_size: In
         if not helped:
             break
     return order if 0 <= peak <= limit_bytes else order[:0]
-
-
-@kernel
-def _drawn(a: Arrays, events: Events, by_size: Ints, at: int, state: DrawState) -> tuple[Ints, Ints]:
-    """Values that are live through a position, and their next reads; those of few seconds per byte, more or less."""
-    values, reads = live_through(events, by_size, at, len(by_size))
-    cost: Floats = np.empty(len(values), dtype=np.float64)
-    for i in range(len(values)):
-        cost[i] = a.time_s[a.producer[values[i]]] / a.size_bytes[values[i]] * (0.2 + _below(state, 1024) / 1024.0)
-    first = np.argsort(cost, kind="mergesort")[:_POOL]
-    return values[first], reads[first]

@@ -38,19 +38,23 @@ def refine(
     out.
     """
     a, floor_bytes, best = flat.arrays, bound.floor_bytes, pareto(known)
-    rounds = _rounds(flat, figures)
+    rounds = min(figures.rounds, max(8, figures.lower_work // flat.op_count))  # fewer on long steps: each costs more
     start = pareto(sketches)
     found = list(start)
     for sketch in start[: figures.descents]:
-        new = _descend(flat, sketch, floor_bytes, figures)
+        new = _descend(flat, sketch, floor_bytes, rounds, figures)
         order = bring_down(a, sketch.order, floor_bytes, rounds, figures.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
         yield from new
     found = pareto(found)
     count = max(figures.grid, min(3 * figures.grid, figures.grid_work // flat.op_count))
-    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, count) * figures.passes
-    for target in targets:
+    low, high = found[0].peak_bytes, found[-1].peak_bytes
+    targets = [high]
+    if count > 1 and high > low:  # closer to one another at the low end, where seconds change the most
+        grid = {low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}
+        targets = sorted(grid, reverse=True)
+    for target in targets * figures.passes:
         if _close(best, bound, target):
             continue
         below = [s for s in found if s.peak_bytes <= target][-2:]
@@ -97,22 +101,16 @@ def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:
     return fitting > 0 and best[fitting - 1].time_s <= (1 + _CLOSE) * bound.time_s(target_bytes)
 
 
-def _rounds(flat: Flat, figures: SearchFigures) -> int:
-    """Rounds of lowering; fewer on long steps, where each costs more."""
-    return min(figures.rounds, max(8, figures.lower_work // flat.op_count))
-
-
 def _lowered(solver: str) -> str:
     return solver if solver.endswith("lowered") else solver + ", lowered"
 
 
-def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, figures: SearchFigures) -> list[Sketch]:
+def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, rounds: int, figures: SearchFigures) -> list[Sketch]:
     """Lower a peak towards the floor in steps, smaller ones where a step fails.
 
     A target far out of reach misleads the search: every recomputation then adds to the excess somewhere.
     """
     found: list[Sketch] = []
-    rounds = _rounds(flat, figures)
     part = 4
     for _ in range(figures.descent_steps):
         target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
@@ -126,10 +124,3 @@ def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, figures: SearchFigure
             if part > 64:
                 break
     return found
-
-
-def _grid(low: int, high: int, count: int) -> list[int]:
-    """Peaks from low to high, closer to one another at the low end, where seconds change the most."""
-    if count < 2 or high <= low:
-        return [high]
-    return sorted({low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}, reverse=True)
