@@ -36,6 +36,7 @@ from memplan.capture.ops.ways import (
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.forwards import is_wholly_called
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
+from memplan.capture.trace.named_functions import NamedFunction
 from memplan.capture.trace.raw_trace import Answer
 from memplan.errors import UnsupportedModel
 from memplan.logs import log
@@ -196,6 +197,8 @@ class TraceLoop:
         for called, why in run.unfit.items():
             log.info("no island is made of %s, because %s", name_of(called), why)
         unfit |= run.unfit
+        if new and new == run.unfit.keys():  # the next trace would be as the last one
+            return self._makes_islands(refusal)
         self._begin_with(run.islands.knowing(self._known.islands))
         return True
 
@@ -228,6 +231,9 @@ def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]
 
     Hooks and compiled code are of one module alone.
     """
+    if isinstance(called, NamedFunction) and called.path is not None:
+        methods = (called.of(module, path) for path, module in model.named_modules())
+        return {method for method in methods if method is not None}
     module = model.get_submodule(called) if isinstance(called, str) else None
     if module is None or is_wholly_called(module):
         return {called}

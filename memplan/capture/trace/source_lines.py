@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 
 from memplan import errors
 
@@ -27,6 +28,9 @@ _LIBRARIES = (
 )
 
 
+# Calls of modules, and of the model itself in a trace.
+_MODULES, _TRACE = nn.modules.module.__file__, str(Path(__file__).with_name("trace.py"))
+_RUN_FORWARD = {(_MODULES, "_call_impl"), (_MODULES, "inner"), (_TRACE, "_forward")}
 _ENGINE, _FUNCTIONS = torch.autograd.graph.__file__, torch.autograd.function.__file__
 
 
@@ -34,15 +38,6 @@ def line_of(error: BaseException) -> str:
     """The innermost line outside of torch and memplan that an error passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     return _frame_name(frames[-1]) if frames else "source line unknown"
-
-
-def function_of(error: BaseException) -> str | None:
-    """The function at the top of a module of the user's in which an error was raised; None where it was a method."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frame = next((f for f in reversed(frames) if not f.f_code.co_filename.startswith(_LIBRARIES)), None)
-    name = "" if frame is None else frame.f_code.co_name
-    is_at_top = frame is not None and getattr(frame.f_globals.get(name), "__code__", None) is frame.f_code
-    return name if is_at_top else None
 
 
 def caller_line() -> str:
@@ -54,7 +49,26 @@ def caller_line() -> str:
 def caller_frame() -> FrameType | None:
     """The innermost frame outside of torch and memplan; None where there is none."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)), None)
+    return next(filter(_is_users, frames), None)
+
+
+def calls_in_forward(error: BaseException | None = None) -> list[FrameType]:
+    """The user's calls in the innermost forward in which an error was raised, or that are running, the outermost first.
+
+    Then the call that the last of them makes. Empty if library code is between the forward and these calls.
+    """
+    if error is None:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+    else:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    end = next((i for i in reversed(range(len(frames))) if _is_users(frames[i])), 0)
+    begin = next((i for i in reversed(range(end)) if not _is_users(frames[i])), 0)
+    code = frames[begin].f_code if end else None
+    return frames[begin + 1 : end + 2] if code and (code.co_filename, code.co_name) in _RUN_FORWARD else []
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def stack_depth() -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,11 +30,12 @@ from memplan.capture.ops.island_call import IslandCost
 from memplan.capture.ops.island_facts import ForwardFacts
 from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
 from memplan.capture.ops.places import Layout, Place, Source
-from memplan.capture.ops.ways import Refusal
+from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
 from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
-from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of
+from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, state_given
+from memplan.capture.trace.named_functions import NamedFunction
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
@@ -141,28 +143,37 @@ class IslandRuns(private.RealOps):
     def _call(self, called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
         if self._within:
             return original(*args, **kwargs)
-        path = called if isinstance(called, str) else None
-        wholly, of_model = path is None or is_wholly_called(module), None if path is None else module
-        arguments = Arguments.of(args, kwargs, of_model)
-        names = [] if path is None else [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        named = called if isinstance(called, NamedFunction) else None
+        path = named.path if named is not None else called if isinstance(called, str) else None
+        wholly, given_state = path is None or is_wholly_called(module), state_given(called, module)
+        arguments, names = Arguments.of(args, kwargs, given_state), list(given_state)
         count = arguments.given
-        here = [p[len(path) + 1 :] for p in self._layers if f"{p}.".startswith(f"{path}.")] if path else []
+        within = f"{path}."
+        here = [p[len(within) :] for p in self._layers if f"{p}.".startswith(within)] if path == called else []
         there = {name for name, _ in module.named_modules()}
         layers = [p for p in here if p in there]
 
         def call(own: nn.Module | None, static: tuple[Any, ...], *given: torch.Tensor) -> Any:
             callee = module if own is None else own
             own_args, own_kwargs = arguments_of(static, given)
+            before = pytree.tree_flatten((own_args, own_kwargs))
             state = dict(zip(names, given[count:], strict=True))
             with in_place_of_state(callee, state), layers_checkpointed(callee, layers):
-                returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
+                if named is None:
+                    returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
+                else:
+                    returned = named.function(*([] if path is None else [callee]), *own_args, **own_kwargs)
                 now = {**dict(callee.named_parameters()), **dict(callee.named_buffers())}
                 if any(now.get(name) is not tensor for name, tensor in state.items()):
                     raise Refusal(f"{name_of(called)} exchanges parameters or buffers")
+            leaves, spec = pytree.tree_flatten((own_args, own_kwargs))
+            if spec != before[1] or not all(map(operator.is_, leaves, before[0])):
+                raise Refusal(f"{name_of(called)} changes a container that it is given", MakeNoIsland(called))
             return returned
 
-        kept = functools.partial(_state_kept, path, original if path is None else None, ())
-        repeats = not any(map(private.is_hooked, module.modules()))
+        code = named.function if named is not None else original if path is None else None
+        kept = functools.partial(_state_kept, path, code, ())
+        repeats = not any(map(private.is_hooked, module.modules())) if named is None else state_behind(code) is None
         return self._looked_at(called, path, arguments, call, lambda: original(*args, **kwargs), kept, repeats, module)
 
     def _looked_at(
@@ -211,7 +222,7 @@ class IslandRuns(private.RealOps):
             kept=functools.partial(_restored, kept),
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
-        writes, island.varies = self._writes, False
+        writes, island.varies, versions = self._writes, False, [t._version for t in tensors]
         self._inside, self._behind = {storage_key(t) for t in tensors if has_memory(t)}, set()
         self._within = True
         try:
@@ -226,9 +237,11 @@ class IslandRuns(private.RealOps):
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
         island.alike, island.once = repeats and self._writes == writes, not repeats or drew
         island.loose = island.varies or drew or self._reads > reads
+        if isinstance(called, NamedFunction):
+            island.in_place = _in_place(tensors, versions[: arguments.given], pytree.tree_leaves(returned))
         self._within = True
         try:
-            self._refuse(island, arguments, instance, autocast)
+            self._refuse(island, arguments, instance, autocast, pytree.tree_leaves(returned))
             if not (behind - buffers_now).isdisjoint(self._made):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:
@@ -245,8 +258,22 @@ class IslandRuns(private.RealOps):
             self.unfit.setdefault(called, f"the backward of {island.title} writes to .grad of parameters")
         return returned
 
-    def _refuse(self, island: Island, arguments: Arguments, module: nn.Module | None, autocast: Autocast) -> None:
-        """Raise a Refusal where a call could not be two ops, as far as its arguments tell."""
+    def _refuse(
+        self,
+        island: Island,
+        arguments: Arguments,
+        module: nn.Module | None,
+        autocast: Autocast,
+        outputs: Sequence[Any],
+    ) -> None:
+        """Raise a Refusal where a call could not be two ops, as far as its arguments and outputs tell."""
+        if isinstance(island.called, NamedFunction):
+            if not arguments.given or not all(map(is_lasting, arguments.static)):
+                raise Refusal(f"{island.function} is given no tensor, or more than tensors, numbers and strings")
+            if not all(o is None or isinstance(o, torch.Tensor) for o in outputs) or {*outputs} <= {None}:
+                raise Refusal(f"{island.function} returns no tensor, or more than tensors")
+            if not self._read_behind[island.name].isdisjoint(map(storage_key, self._memory.written)):
+                raise Refusal(f"{island.title} reads a tensor that is written to, and that it is not given")
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
             raise Refusal(f"{island.function} is given what belongs to the model; a copy has another")
         pairs = zip(arguments.tensors, island.owners, strict=True)
@@ -291,7 +318,9 @@ class IslandRuns(private.RealOps):
 
         with private.outside_of_tracing():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
-            island.once |= attributes.changed()
+            island.once |= (changed := attributes.changed())
+            if changed and isinstance(island.called, NamedFunction):
+                raise Refusal(f"{island.title} changes Python state")
             facts, sources, outputs = outputs_of(results)
             pairs = zip(pytree.tree_leaves(returned), facts.differentiable, strict=True)
             if any(isinstance(o, torch.Tensor) and o.requires_grad and not d for o, d in pairs):
@@ -360,7 +389,21 @@ class IslandRuns(private.RealOps):
 def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:
     """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
     module = nn.Identity() if path is None else model.get_submodule(path)
-    return AttributesKept(module, run=module.forward if path is not None else run, given=given)
+    return AttributesKept(module, run=module.forward if run is None else run, given=given)
+
+
+def _in_place(
+    tensors: Sequence[torch.Tensor], versions: Sequence[int], outputs: Sequence[Any]
+) -> tuple[tuple[int, int], ...]:
+    """See `Island.in_place`. An argument with other tensors in its memory is not in it.
+
+    versions: of the arguments before the call.
+    """
+    changed = [i for i, version in enumerate(versions) if tensors[i]._version != version]
+    keys = [storage_key(t) if isinstance(t, torch.Tensor) and has_memory(t) else None for t in (*tensors, *outputs)]
+    return tuple(
+        (i, place) for i in changed if keys.count(keys[i]) == 2 for place, o in enumerate(outputs) if o is tensors[i]
+    )
 
 
 def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> contextlib.ExitStack:
