@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import traceback
@@ -55,16 +56,16 @@ def caller_frame() -> FrameType | None:
 def calls_in_forward(error: BaseException | None = None) -> list[FrameType]:
     """The user's calls in the innermost forward in which an error was raised, or that are running, the outermost first.
 
-    Then the call that the last of them makes. Empty if library code is between the forward and these calls.
+    Then the first call that they make to library code. `torch.no_grad` has a function run within such a call.
     """
     if error is None:
         frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
     else:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    end = next((i for i in reversed(range(len(frames))) if _is_users(frames[i])), 0)
-    begin = next((i for i in reversed(range(end)) if not _is_users(frames[i])), 0)
-    code = frames[begin].f_code if end else None
-    return frames[begin + 1 : end + 2] if code and (code.co_filename, code.co_name) in _RUN_FORWARD else []
+    codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+    begin = max((i + 1 for i, code in enumerate(codes) if code in _RUN_FORWARD), default=len(frames))
+    users = list(itertools.takewhile(_is_users, frames[begin:]))
+    return frames[begin : begin + len(users) + 1]
 
 
 def _is_users(frame: FrameType) -> bool:
