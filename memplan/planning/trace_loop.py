@@ -22,6 +22,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
@@ -36,7 +37,6 @@ from memplan.capture.ops.ways import (
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.forwards import is_wholly_called
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
-from memplan.capture.trace.named_functions import NamedFunction
 from memplan.capture.trace.raw_trace import Answer
 from memplan.errors import UnsupportedModel
 from memplan.logs import log

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.problem.schedule import Compute
 from tests.planning import functions_elsewhere
 from tests.planning.functions_elsewhere import tanh_by_numpy as by_another_name
 from tests.support.zoo import assert_same_bits, run_steps
@@ -257,6 +258,38 @@ def test_views_of_an_argument_have_what_a_method_writes_to_it() -> None:
     assert_bits(Gathers, "sorted")
 
 
+class Notes(Net):
+    """Forward, and a framework between forward and backward, set attributes that the method does not read."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        self.before_it = x.mean()
+        x = self.scaled(x)
+        self.after_it = x.mean()
+        wide = torch.cat([x] * 16, 1).tanh()
+        return (wide * wide.sigmoid())[:, :WIDTH]
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x * self.embed * factor_of(x)] * 4).sigmoid()[: x.shape[0]]
+
+
+def test_attributes_that_a_method_does_not_read() -> None:
+    torch.manual_seed(3)
+    net, x = Notes(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, x, "min", costs="estimate")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    assert plan.islands[0].startswith("scaled at ")
+    kinds = [plan.problem.graph.ops[step.op].kind for step in plan.schedule if isinstance(step, Compute)]
+    assert kinds.count("memplan.island_scaled") == 2, "it runs again"
+    for each in (net, plain):
+        loss = each(x) + each.after_it
+        each.framework = object()
+        loss.backward()
+    assert_same_bits({n: p.grad for n, p in plain.named_parameters()}, {n: p.grad for n, p in net.named_parameters()})
+    assert_same_bits([plain.before_it, plain.after_it], [net.before_it, net.after_it])
+
+
 class Renamed(Net):
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(x)
@@ -297,6 +330,17 @@ def adds_to(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     return x * 2
 
 
+def normalised(x: torch.Tensor) -> torch.Tensor:
+    memory = x.detach().numpy()
+    memory /= np.abs(memory).max() + 1
+    return x * 2
+
+
+class ByNumpy(Net):
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        return normalised(x * 1) * x
+
+
 class Factor(Net):
     def mixed(self, x: torch.Tensor) -> torch.Tensor:
         return x * factor_of(x)
@@ -322,9 +366,9 @@ class Local(Net):
         return x * inner(x)
 
 
-@pytest.mark.parametrize("kind", [Factor, Losses, Adds, Local])
+@pytest.mark.parametrize("kind", [Factor, Losses, Adds, ByNumpy, Local])
 def test_the_call_around_a_function_that_can_be_none(kind: type[Net]) -> None:
-    """It returns a number, changes a list or a tensor that it is given, or has no name in a file."""
+    """It returns a number, changes a list or a tensor that it is given, be it by NumPy, or has no name in a file."""
     assert_bits(kind, "mixed")
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.trace.call import Forward
-from memplan.capture.trace.named_functions import NamedFunction
 
 _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 

@@ -22,6 +22,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.ops.edges import Edges
@@ -31,7 +32,6 @@ from memplan.capture.ops.island_ops import BACKWARD, FORWARD
 from memplan.capture.ops.places import Layout, Place
 from memplan.capture.ops.ways import Calls, MakeIslands, Refusal
 from memplan.capture.trace.forwards import calls_exchanged
-from memplan.capture.trace.named_functions import NamedFunction
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_frame
 from memplan.torch_private import pytree
@@ -125,10 +125,13 @@ def arguments_of(static: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> An
 
 def state_given(called: Any, module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module that are given to calls of it, or of its method."""
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    if isinstance(called, NamedFunction):
-        return {name: tensor for name, tensor in state.items() if called.is_given(name)}
-    return {} if isinstance(called, type) else state
+    read = read_by(called, module)
+    return {} if isinstance(called, type) else {**dict(read.named_parameters()), **dict(read.named_buffers())}
+
+
+def read_by(called: Any, module: nn.Module) -> nn.Module:
+    """The module that is called; or what a method, or a function, reads of it."""
+    return called.part_of(module) if isinstance(called, NamedFunction) else module
 
 
 class IslandsTraced:
@@ -177,9 +180,12 @@ class IslandsTraced:
         self.used[island.name], self.here[island.name] = island, here
         home = nn.Identity() if module is None else module
         run = called if module is None else getattr(called, "function", None)
-        if has_traced_tensors(home, run):
+        if has_traced_tensors(read_by(called, home), run):
             self.unfit.add(called)
-        look = functools.partial(state_in_short, home, run)
+
+        def look() -> Any:
+            return state_in_short(read_by(called, home), run)
+
         self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
         autocast = Autocast.ambient(island.device.type)

@@ -11,11 +11,11 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_functions import functions_called
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.generators import noting_draws, python_generators
-from memplan.capture.trace.named_functions import functions_around
 from memplan.capture.trace.raw_trace import Answer, Decision, Noted
-from memplan.capture.trace.source_lines import caller_line
+from memplan.capture.trace.source_lines import caller_line, calls_in_forward
 from memplan.errors import UnsupportedModel
 
 OTHER_READS = "forward reads other values from tensors in a trace than when it runs"
@@ -65,7 +65,7 @@ class TraceNotes(Noted):
         They are functions in the innermost module, and modules: paths, or classes of those that the model has not. The
         model itself is not among them.
         """
-        functions = functions_around(self.names, error) if self.template is None else ()
+        functions = functions_called(calls_in_forward(error), self.names) if self.template is None else ()
         keys = (self.names.get(module, type(module)) for module in reversed(self.running))
         return tuple(dict.fromkeys((*functions, *(key for key in keys if key))))
 

@@ -22,6 +22,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
@@ -34,14 +35,14 @@ from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
 from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
-from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, state_given
-from memplan.capture.trace.named_functions import NamedFunction
+from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, read_by, state_given
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.trial.unplanned_peak import KnownGenerators
+from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.torch_private import pytree
 
@@ -217,19 +218,20 @@ class IslandRuns(private.RealOps):
             needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
             device=self._device,
             around=autocast.context,
-            attributes=attributes_in_short,
+            attributes=lambda module: attributes_in_short(read_by(called, module)),
             like=None if instance is None else attributes_in_short(instance),
             kept=functools.partial(_restored, kept),
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
-        writes, island.varies, versions = self._writes, False, [t._version for t in tensors]
+        writes, island.varies, written = self._writes, False, WrittenArguments(tensors, arguments.given)
         self._inside, self._behind = {storage_key(t) for t in tensors if has_memory(t)}, set()
         self._within = True
         try:
             returned = run()
         finally:
             self._within = False
-        behind = self._read_behind[island.name] = self._behind
+        given_back = [t for t in pytree.tree_leaves(returned) if isinstance(t, torch.Tensor) and has_memory(t)]
+        behind = self._read_behind[island.name] = self._behind | (set(map(storage_key, given_back)) - self._inside)
         buffers_now = {storage_key(b) for b in self._model.buffers() if has_memory(b)}
         after = held_rng(self._device)
         island.random = before != after
@@ -238,15 +240,18 @@ class IslandRuns(private.RealOps):
         island.alike, island.once = repeats and self._writes == writes, not repeats or drew
         island.loose = island.varies or drew or self._reads > reads
         if isinstance(called, NamedFunction):
-            island.in_place = _in_place(tensors, versions[: arguments.given], pytree.tree_leaves(returned))
+            island.in_place = written.returned(pytree.tree_leaves(returned))
         self._within = True
         try:
+            if written.by_numpy():
+                raise Refusal(f"{island.title} writes to its arguments")
             self._refuse(island, arguments, instance, autocast, pytree.tree_leaves(returned))
             if not (behind - buffers_now).isdisjoint(self._made):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:
                 self._look(island, tensors, returned, before, attributes)
-            island.repeats = island.repeats and behind.isdisjoint(buffers_now)
+            there = buffers_now | {storage_key(p) for p in self._parameters if has_memory(p)}
+            island.repeats = island.repeats and behind.isdisjoint(there)
             self._calls.append(island)
         except Exception as error:
             why = "" if isinstance(error, UnsupportedModel) else "it fails when it runs a second time: "
@@ -390,20 +395,6 @@ def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Modu
     """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
     module = nn.Identity() if path is None else model.get_submodule(path)
     return AttributesKept(module, run=module.forward if run is None else run, given=given)
-
-
-def _in_place(
-    tensors: Sequence[torch.Tensor], versions: Sequence[int], outputs: Sequence[Any]
-) -> tuple[tuple[int, int], ...]:
-    """See `Island.in_place`. An argument with other tensors in its memory is not in it.
-
-    versions: of the arguments before the call.
-    """
-    changed = [i for i, version in enumerate(versions) if tensors[i]._version != version]
-    keys = [storage_key(t) if isinstance(t, torch.Tensor) and has_memory(t) else None for t in (*tensors, *outputs)]
-    return tuple(
-        (i, place) for i in changed if keys.count(keys[i]) == 2 for place, o in enumerate(outputs) if o is tensors[i]
-    )
 
 
 def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> contextlib.ExitStack:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
@@ -22,7 +22,6 @@ from torch import nn
 
 from memplan.capture.attributes.code_facts import facts_of_code
 from memplan.capture.attributes.named_state import is_library_code
-from memplan.capture.trace.source_lines import calls_in_forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +49,23 @@ class NamedFunction:
             return None
         return NamedFunction(self.function, self.home, self.name, path, attributes)
 
-    def is_given(self, name: str) -> bool:
-        """Whether calls of a method are given this parameter, or buffer, of its module."""
-        return name.partition(".")[0] in self.attributes
+    def part_of(self, module: nn.Module) -> nn.Module:
+        """A module with the attributes and members that the method names. For a function, there are none."""
+        part = nn.Module()
+        for key, value in vars(module).items():
+            if key in self.attributes or key == "training":
+                vars(part)[key] = value
+        for table in ("_modules", "_parameters", "_buffers"):
+            vars(part)[table] = {k: v for k, v in getattr(module, table).items() if k in self.attributes}
+        return part
 
 
-def functions_around(paths: Mapping[nn.Module, str], error: BaseException | None = None) -> list[NamedFunction]:
-    """Functions in the innermost forward in which an error was raised, or that are running, the innermost first.
+def functions_called(calls: Sequence[FrameType], paths: Mapping[nn.Module, str]) -> list[NamedFunction]:
+    """Functions that calls have made, each to the next, the innermost first.
 
-    paths: of the model's modules.
+    - calls: the outermost first.
+    - paths: of the model's modules.
     """
-    calls = calls_in_forward(error)
     found = (_named(caller, callee, paths) for caller, callee in itertools.pairwise(calls))
     return [function for function in found if function is not None][::-1]
 
