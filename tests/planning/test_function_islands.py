@@ -258,6 +258,46 @@ def test_views_of_an_argument_have_what_a_method_writes_to_it() -> None:
     assert_bits(Gathers, "sorted")
 
 
+class Updates(Net):
+    """Writes to a buffer that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(torch.from_numpy(x.detach().numpy().mean(0)), alpha=0.1)  # type: ignore[operator, union-attr]
+        return x - self.mean.clone()  # type: ignore[operator]
+
+
+class Later(Masks):
+    """Others write to what the method has written to, which is a view."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        self.halved(x[:, :4])
+        x = self.masked(x)
+        x.mul_(3)
+        x[0] = 0
+        return x
+
+    def halved(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(float(np.random.rand()))
+
+
+class Above(Masks):
+    def masked(self, x: torch.Tensor) -> torch.Tensor:
+        return super().masked(x * 1) + super().masked(x * 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "islands"), [(Updates, ["mixed"]), (Later, ["halved", "masked"]), (Above, ["masked"])]
+)
+def test_writes_of_methods(kind: type[Net], islands: list[str]) -> None:
+    assert_bits(kind, *islands)
+
+
 class Notes(Net):
     """Forward, and a framework between forward and backward, set attributes that the method does not read."""
 

@@ -87,8 +87,8 @@ class IslandRuns(private.RealOps):
         self._hidden: set[int] = set()  # buffers to which ops write without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._inside = set[int]()  # memory that the running call is given, or has made
-        self._behind = set[int]()  # other memory that it reads
-        self._read_behind: dict[str, set[int]] = {}  # the same, by name of a call
+        self._behind: dict[int, Any] = {}  # other memory that it reads, or returns
+        self._read_behind: dict[str, dict[int, Any]] = {}  # the same, by name of a call
         self._memory = KeptMemory()
         self.unfit: dict[Any, str] = {}
 
@@ -116,10 +116,8 @@ class IslandRuns(private.RealOps):
         hidden = op_facts.HIDDEN_WRITES.get(func, ((), 0))[0]
         self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
         result = self.run_op(func, args, kwargs)
-        given = {
-            storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and has_memory(t)
-        }
-        self._behind |= given - self._inside
+        given = _memory_of((args, kwargs))
+        self._note_behind(given)
         for tensor in tensors_of(result):
             if has_memory(tensor) and storage_key(tensor) not in given:
                 self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
@@ -127,6 +125,10 @@ class IslandRuns(private.RealOps):
         self._reads += func is private.READ_SCALAR
         self._shapes += _has_shape_of_data(func, args)
         return result
+
+    def _note_behind(self, memory: Mapping[int, Any]) -> None:
+        """Note what of this memory the running call is neither given nor has made. Its keys then stay its own."""
+        self._behind.update((key, storage) for key, storage in memory.items() if key not in self._inside)
 
     def _apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         if function not in self._callables or self._within:
@@ -224,14 +226,15 @@ class IslandRuns(private.RealOps):
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
         writes, island.varies, written = self._writes, False, WrittenArguments(tensors, arguments.given)
-        self._inside, self._behind = {storage_key(t) for t in tensors if has_memory(t)}, set()
+        self._inside, self._behind = set(_memory_of(tensors)), {}
         self._within = True
         try:
             returned = run()
         finally:
             self._within = False
-        given_back = [t for t in pytree.tree_leaves(returned) if isinstance(t, torch.Tensor) and has_memory(t)]
-        behind = self._read_behind[island.name] = self._behind | (set(map(storage_key, given_back)) - self._inside)
+        self._note_behind(_memory_of(returned))
+        self._read_behind[island.name] = dict(self._behind)
+        behind = self._read_behind[island.name].keys()
         buffers_now = {storage_key(b) for b in self._model.buffers() if has_memory(b)}
         after = held_rng(self._device)
         island.random = before != after
@@ -277,7 +280,7 @@ class IslandRuns(private.RealOps):
                 raise Refusal(f"{island.function} is given no tensor, or more than tensors, numbers and strings")
             if not all(o is None or isinstance(o, torch.Tensor) for o in outputs) or {*outputs} <= {None}:
                 raise Refusal(f"{island.function} returns no tensor, or more than tensors")
-            if not self._read_behind[island.name].isdisjoint(map(storage_key, self._memory.written)):
+            if not self._read_behind[island.name].keys().isdisjoint(map(storage_key, self._memory.written)):
                 raise Refusal(f"{island.title} reads a tensor that is written to, and that it is not given")
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
             raise Refusal(f"{island.function} is given what belongs to the model; a copy has another")
@@ -402,6 +405,12 @@ def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> 
     stack = contextlib.ExitStack()
     stack.callback(kept(model).restore)
     return stack
+
+
+def _memory_of(things: Any) -> dict[int, Any]:
+    """The memory of tensors, in containers too, by key."""
+    tensors = (t for t in pytree.tree_leaves(things) if isinstance(t, torch.Tensor) and has_memory(t))
+    return {storage_key(t): private.known_storage(t) for t in tensors}
 
 
 def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
