@@ -264,10 +264,11 @@ def opaque(thing: Callable[..., Any]) -> Any:
 
         attention = memplan.opaque(my_kernels.attention)
 
-    Each of its calls becomes two ops of the plan: one runs it, and one runs its backward through autograd. Returns the
-    module itself, or a module that stands for the function. Give it the tensors that it reads, and parameters that are
-    not its own: where it takes one that requires grad, or that forward computes, from a closure or a list, the step
-    runs unplanned. Apply it before `memplan.apply`.
+    Each of its calls becomes two ops of the plan: one runs it, and one runs its backward through autograd. What has a
+    name in a file or a class, and can't be traced, is found without a mark. Returns the module itself, or a module
+    that stands for the function. Give it the tensors that it reads, and parameters that are not its own: where it
+    takes one that requires grad, or that forward computes, from a closure or a list, the step runs unplanned. Apply
+    it before `memplan.apply`.
     """
     marked = thing if isinstance(thing, nn.Module) else Opaque(thing)
     vars(marked)[_MARK] = True
