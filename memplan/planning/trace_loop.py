@@ -22,6 +22,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
@@ -186,6 +187,8 @@ class TraceLoop:
         for called, why in run.unfit.items():
             log.info("no island is made of %s, because %s", name_of(called), why)
         unfit |= run.unfit
+        if new and new == run.unfit.keys():  # the next trace would be as the last one
+            return self._makes_islands(refusal)
         self._begin_with(run.islands.knowing(self._known.islands))
         return True
 
@@ -218,6 +221,9 @@ def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]
 
     Hooks and compiled code are of one module alone.
     """
+    if isinstance(called, NamedFunction) and called.path is not None:
+        methods = (called.of(module, path) for path, module in model.named_modules())
+        return {method for method in methods if method is not None}
     module = model.get_submodule(called) if isinstance(called, str) else None
     if module is None or is_wholly_called(module):
         return {called}

@@ -45,6 +45,7 @@ from memplan.torch_private.dtensors import ranks_of as ranks_of
 from memplan.torch_private.dtensors import spec_of as spec_of
 from memplan.torch_private.dtensors import wait_for as wait_for
 from memplan.torch_private.dtensors import with_spec as with_spec
+from memplan.torch_private.exchanged import exchanged as exchanged
 from memplan.torch_private.fakes import FakeTensor as FakeTensor
 from memplan.torch_private.fakes import FakeTensorMode as FakeTensorMode
 from memplan.torch_private.fakes import attributes_set_on as attributes_set_on

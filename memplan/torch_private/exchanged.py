@@ -10,7 +10,7 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
-def exchanged(home: Any, **values: Any) -> Iterator[None]:
+def exchanged(home: Any, /, **values: Any) -> Iterator[None]:
     """A context in which a module, a class or an object has other attributes: `exchanged(torch, compile=refuse)`."""
     before = {name: vars(home).get(name, _ABSENT) for name in values}
     try:

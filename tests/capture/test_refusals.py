@@ -421,16 +421,16 @@ def by_numpy(x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.tanh(x.detach().numpy()))
 
 
-def test_a_function_that_can_be_marked_is_named() -> None:
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_function_is_an_island_as_if_it_was_marked(marked: bool) -> None:
     class CallsIt(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x * by_numpy(x))
 
     net, sample = net_and_sample(CallsIt)
-    with pytest.raises(memplan.UnsupportedModel, match=r"by_numpy = memplan\.opaque\(by_numpy\), at the top"):
-        memplan.plan(net, sample, 1.0, costs="estimate")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(globals(), "by_numpy", memplan.opaque(by_numpy))
+        if marked:
+            patched.setitem(globals(), "by_numpy", memplan.opaque(by_numpy))
         plain = run_steps(copy.deepcopy(net), sample)
         memplan.apply(net, sample, "min", costs="estimate")
         assert memplan.plan_of(net).islands  # type: ignore[union-attr]

@@ -278,6 +278,27 @@ def test_where_a_module_can_be_no_island_the_one_around_it_is() -> None:
     assert_planned(lambda: Inside(Holds()), rows(), "middle")
 
 
+class AppendsToItsArgument(Reads):
+    def forward(self, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        hidden = super().forward(x)
+        losses.append(hidden.pow(2).mean())
+        return hidden
+
+
+class Gives(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = AppendsToItsArgument()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        return self.inner(x, losses) + sum(losses)  # type: ignore[no-any-return]
+
+
+def test_a_list_that_is_given_to_a_module_has_what_it_appends() -> None:
+    assert_planned(lambda: Inside(Gives()), rows(), "middle")
+
+
 class Mean(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.pow(2).mean()

@@ -23,14 +23,12 @@ from tests.support.models_of_2026 import MODELS_OF_2026
 from tests.support.zoo import Sample, assert_same_bits, copied, run_steps
 
 MODELS = {**ARCHITECTURES, **MODELS_OF_2026}
-# Planned in part: what stands in the way of a whole capture. With kernel scratch counted, it takes more than half.
-IN_PART = {"wav2vec2": "layers are left out by the value of a random number, and spans are masked by numpy.random"}
 # Planned in part, and what is left unplanned needs more than half.
 INFEASIBLE = {
     "detr": "the loss matches boxes in NumPy; the rest is planned as one part, whose largest op takes more than half",
 }
 # Islands have room for more than they save, so half of a planned step is more than half of the plain one.
-LESS_THAN_HALF = {"qwen3_moe_looped": 0.43}
+LESS_THAN_HALF = {"qwen3_moe_looped": 0.43, "wav2vec2": 0.45}
 # Whose plain steps give other bits in a second run, unless PyTorch takes kernels that do not.
 NOT_REPEATED = {"gpt_oss": "two threads add gradients of biases that several rows share, in any order"}
 FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}
@@ -68,7 +66,7 @@ def repeated(name: str) -> Iterator[None]:
 def test_there_are_many_families() -> None:
     assert (len(ARCHITECTURES), len(MODELS)) == (30, 62)
     assert len({a.family for a in MODELS.values()}) >= 12
-    assert {*IN_PART, *INFEASIBLE, *NOT_REPEATED, *LESS_THAN_HALF, *QUICK} <= set(MODELS)
+    assert {*INFEASIBLE, *NOT_REPEATED, *LESS_THAN_HALF, *QUICK} <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,6 +75,6 @@ def test_three_steps_at_half_of_the_activation_peak(name: str) -> None:
     budget = memplan.Budget(activations=LESS_THAN_HALF.get(name, 0.5))
     with repeated(name):
         planned = memplan.apply(copy.deepcopy(net), copied(sample), budget, costs="estimate")
-        assert isinstance(memplan.plan_of(planned), memplan.Plan) == (name not in IN_PART)
+        assert isinstance(memplan.plan_of(planned), memplan.Plan)
         assert_same_bits(seeded_steps(copy.deepcopy(net), sample), seeded_steps(planned, sample))
         assert live_activation_peak(planned, sample) <= 0.5 * live_activation_peak(net, sample)

@@ -137,9 +137,9 @@ class AttributeReads:
         known = id(table) in self._tables and self.of(table) is not None
         return frozenset(self._tables[id(table)].set_first) if known else frozenset()
 
-    def of_what_is_set_by(self, module: nn.Module) -> set[str]:
-        """Names that were read of modules in this one, and that their code may set."""
-        sets, found = NamedState(module).sets, set[str]()
+    def of_what_is_set_by(self, module: nn.Module, method: Any = None) -> set[str]:
+        """Names that were read of modules in this one, and that their code, or a method alone, may set."""
+        sets, found = NamedState(module if method is None else nn.Identity(), method).sets, set[str]()
         for inner in module.modules():
             read = self.of(vars(inner))
             found |= sets & (vars(inner).keys() if read is None else read)

@@ -183,7 +183,7 @@ class NamedState:
                 thing = thing.__wrapped__
             else:
                 break
-        if isinstance(thing, FunctionType):
+        if isinstance(thing := _function(thing), FunctionType):
             key = thing.__code__, id(thing.__globals__), tuple(map(id, thing.__closure__ or ()))
             if key not in self._seen and not is_library_code(thing):
                 self._seen.add(key)
@@ -357,8 +357,10 @@ def _counts(value: Any, owned: bool) -> bool:
 
 
 def _function(value: Any) -> Any:
-    """The function of a static or class method; anything else as it is."""
-    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    """The function of a static or class method, or in whose place a trace has another; anything else as it is."""
+    value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+    exchanged = isinstance(value, FunctionType) and str(value.__globals__.get("__name__")).startswith("memplan.")
+    return getattr(value, "__wrapped__", value) if exchanged else value
 
 
 def is_library_code(thing: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Edge = tuple[Any, int]  # a node of the autograd graph, and which of its gradients
 
@@ -43,11 +43,11 @@ class Edges:
         found = self._into.get((node, number), [])
         return sorted(found, key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
 
-    def divert(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A list that takes all gradients for `tensor` as they come; autograd adds them up no more."""
+    def divert(self, edge: GradientEdge) -> list[torch.Tensor]:
+        """A list that takes all gradients for a tensor as they come; autograd adds them up no more."""
         found: list[torch.Tensor] = []
         by_node: dict[Any, list[int]] = {}
-        for node, index in self.to(tensor):
+        for node, index in self.into(edge.node, edge.output_nr):
             by_node.setdefault(node, []).append(index)
         for node, indices in by_node.items():
             node.register_hook(_diversion(indices, found))

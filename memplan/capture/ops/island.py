@@ -45,15 +45,18 @@ from memplan.torch_private import pytree
 
 
 class _Enter(torch.autograd.Function):
-    """Lets a graph begin at tensors that it does not hold. A leaf would be held by its accumulator."""
+    """Lets a graph begin at tensors that it does not hold. A leaf would be held by its accumulator.
+
+    copied: of the tensors that the call writes to, it is given copies.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(t.view_as(t) for t in tensors)
+    def forward(ctx: Any, anchor: torch.Tensor, copied: list[bool], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_copy_of(t) if c else t.view_as(t) for c, t in zip(copied, tensors, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
-        return (None, *(None for _ in grads))
+        return (None, None, *(None for _ in grads))
 
 
 class Island(IslandCall):
@@ -177,7 +180,7 @@ class Island(IslandCall):
         self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor], saver: Saver
     ) -> tuple[list[Any], RecordedGraph, pytree.TreeSpec]:
         """Run the call. Gives its outputs, the graph, and how the outputs were nested. saver: takes what it saves."""
-        graph, entered = RecordedGraph(), dict[int, torch.Tensor]()
+        graph, positions = RecordedGraph(), [i for i, needed in enumerate(self.needs) if needed]
         unpacked = graph.unpacked
 
         def pack(tensor: torch.Tensor) -> int | torch.Tensor:
@@ -188,29 +191,31 @@ class Island(IslandCall):
         def unpack(place: int | torch.Tensor) -> torch.Tensor:
             return unpacked[place] if isinstance(place, int) else place
 
-        versions, given = [t._version for t in tensors], list(tensors)
+        versions, copied = [t._version for t in tensors], {position for position, _ in self.in_place}
+        given = [_copy_of(t) if i in copied and not self.needs[i] else t for i, t in enumerate(tensors)]
         records = any(self.needs)
         with torch.set_grad_enabled(records), self.around(), saved_tensors_hooks(pack, unpack):
             if records:
                 anchor = torch.empty(0, device="cpu", requires_grad=True)
-                positions = [i for i, needed in enumerate(self.needs) if needed]
-                views = _Enter.apply(anchor, *(tensors[i].detach() for i in positions))  # type: ignore[no-untyped-call]
+                detached = (tensors[i].detach() for i in positions)
+                views = _Enter.apply(anchor, [i in copied for i in positions], *detached)  # type: ignore[no-untyped-call]
                 self._entered = weakref.ref(views[0].grad_fn)
-                entered = dict(zip(positions, views, strict=True))
-                for i, tensor in entered.items():
+                for i, tensor in zip(positions, views, strict=True):
                     given[i] = tensor
-                graph.begin = [get_gradient_edge(t) for t in entered.values()]
+                graph.begin = [get_gradient_edge(t) for t in views]
             for tensor, attributes in zip(given, self.named(model), strict=True):
                 vars(tensor).update(attributes)
             before = _attributes_of(given)
             returned = self.call(module, self.static, *given)
         outputs, spec = pytree.tree_flatten(returned)
         results = [o for o in outputs if isinstance(o, torch.Tensor)]
+        if any(outputs[place] is not given[position] for position, place in self.in_place):
+            raise self._other(f"{self.title} returns other tensors than in its first run")
         if _attributes_of(given) != before or any(map(private.attributes_set_on, results)):
             raise Refusal(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
-        self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], entered)
+        self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], positions)
         take_attributes(graph, saver)
         written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
         if not written <= (self.writes if self.looked_at else self.buffers):
@@ -218,20 +223,17 @@ class Island(IslandCall):
         self.writes |= written
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
 
-    def _note_uses(
-        self, graph: RecordedGraph, starts: Sequence[torch.Tensor], entered: Mapping[int, torch.Tensor]
-    ) -> None:
+    def _note_uses(self, graph: RecordedGraph, starts: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
         """Count the gradients that each input gets. Where there are several, keep them apart."""
         edges, uses = Edges(starts), [0] * len(self.inputs)
         leaves = edges.leaves - {target for edge in graph.begin for target, _ in edge.node.next_functions}
         if leaves:
-            raise Refusal(f"{self.title} reads a tensor that requires grad, and that it is not given")
-        for i, tensor in entered.items():
-            begin = get_gradient_edge(tensor)
-            uses[i] = len(edges.to(tensor)) + any(begin == end for end in graph.ends)
+            raise self._other(f"{self.title} reads a tensor that requires grad, and that it is not given")
+        for i, begin in zip(positions, graph.begin, strict=True):
+            uses[i] = len(edges.into(begin.node, begin.output_nr)) + any(begin == end for end in graph.ends)
             planned = self.forward_facts
             if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
-                graph.diverted[i] = edges.divert(tensor)
+                graph.diverted[i] = edges.divert(begin)
         graph.uses = tuple(uses)
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -331,6 +333,10 @@ class Island(IslandCall):
     def _other_gradients(self, what: str) -> UnsupportedModel:
         message = f"the backward of {self.title} gives other {what} than in its first run; remove the plan for it"
         return Refusal(message, None if self.at_numbers is None else OtherResults())
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    return Layout.of(tensor).empty(tensor.device).copy_(tensor)
 
 
 def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]]]:

@@ -44,10 +44,11 @@ class IslandCall:
     """One call that can't be traced: what it is, what its runs have shown, and that at other sizes.
 
     - name: no other call of the step has it.
-    - called: what is called: an autograd function, the path of a module, or the class of modules that forward makes.
+    - called: what is called: an autograd function, the path of a module, the class of modules that forward makes, or a
+      named function.
     - function: its name. title: it and the line that calls it, for messages.
     - static: arguments that are no tensors; in the place of a tensor, which of the tensors it is.
-    - module: path of the module that is called; None for anything else.
+    - module: path of the module that is called, or whose method is; None for anything else.
     - call: takes that module, the static arguments and the tensors, and gives what was returned.
     - named: takes the model, and gives the Python attributes that each of the tensors has.
     - owners: by tensor, the name of the parameter that it is.
@@ -62,6 +63,8 @@ class IslandCall:
     - once: it leaves, or reads, Python state. alike: once that is put back, another run gives the same bits.
     - kept: takes the model, and makes a context that puts Python state back.
     - writes: positions of tensors to which it writes.
+    - in_place: (position of an argument, which output) where it writes to an argument, and returns that. The op gives a
+      tensor of its own, which the trace copies to the argument.
     - loose: which arguments get gradients, and how often it reads them, may differ from run to run.
     - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
     - looked_at: its facts are known.
@@ -96,6 +99,7 @@ class IslandCall:
     alike: bool = True
     kept: Callable[[nn.Module], AbstractContextManager[Any]] = contextlib.nullcontext
     writes: frozenset[int] = frozenset()
+    in_place: tuple[tuple[int, int], ...] = ()
     loose: bool = False
     varies: bool = False
     room: Layout | None = None

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memplan import torch_private as private
 from memplan.capture.ops.ways import MakeIslands, Refusal
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
@@ -19,7 +20,7 @@ from memplan.errors import UnsupportedModel
 def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] = tuple) -> Iterator[None]:
     """A context that leaves generators as they are.
 
-    Raises a Refusal if Python's generators were drawn from. around: gives the modules in which.
+    Raises a Refusal if Python's generators were drawn from. around: gives the calls in which.
     """
     devices, before = [device] if device.type == "cuda" else [], python_generators()
     with python_generators_kept():
@@ -43,6 +44,29 @@ def python_generators_kept() -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def noting_draws(note: Callable[[], None]) -> Iterator[None]:
+    """A context that calls `note` after each function that draws from Python's or NumPy's own generator."""
+
+    def noting(draw: Callable[..., Any]) -> Callable[..., Any]:
+        def drawing(*args: Any, **kwargs: Any) -> Any:
+            drawn = draw(*args, **kwargs)
+            note()
+            return drawn
+
+        return drawing
+
+    with contextlib.ExitStack() as stack:
+        for home in (random, np.random):
+            own, generator = vars(home).items(), home.random.__self__
+            draws = {name: noting(f) for name, f in own if getattr(f, "__self__", None) is generator}
+            stack.enter_context(private.exchanged(home, **{n: f for n, f in draws.items() if n not in _LOOK}))
+        yield
+
+
+_LOOK = ("getstate", "get_state")
 
 
 def seed_all(seed: int) -> None:

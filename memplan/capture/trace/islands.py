@@ -22,6 +22,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.ops.edges import Edges
@@ -42,7 +43,8 @@ _MOST_SEEN = 8  # sizes at which an island was looked at
 class Islands:
     """The islands of a step.
 
-    - callables: autograd functions, paths of modules, and classes of modules that forward makes, whose calls are such.
+    - callables: autograd functions, paths of modules, classes of modules that forward makes, and named functions, whose
+      calls are such.
     - calls: these calls, in the order in which forward makes them.
     - reasons: why each of the callables is one.
     - layers: paths of modules in them, or of them, that PyTorch checkpoints.
@@ -86,7 +88,7 @@ class Arguments:
     """What a call is given.
 
     - static: the arguments. In the place of a tensor, which of the tensors it is.
-    - tensors: those among the arguments, each once, then parameters and buffers of a module that is called.
+    - tensors: those among the arguments, each once, then the state of a module that is called.
     - given: how many tensors are arguments.
     """
 
@@ -95,7 +97,7 @@ class Arguments:
     given: int
 
     @staticmethod
-    def of(args: Any, kwargs: Any, module: nn.Module | None = None, nested: bool = True) -> Arguments:
+    def of(args: Any, kwargs: Any, state: Mapping[str, torch.Tensor] = {}, nested: bool = True) -> Arguments:
         """The arguments of a call. nested: look for tensors in containers, as autograd does not for a function."""
         leaves, spec = pytree.tree_flatten((args, kwargs)) if nested else (args, None)
         places: dict[int, int] = {}
@@ -105,8 +107,7 @@ class Arguments:
                 places[id(leaf)] = len(tensors)
                 tensors.append(leaf)
         static = (spec, *(TensorAt(places[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves))
-        state = () if module is None else (t for _, t in (*module.named_parameters(), *module.named_buffers()))
-        return Arguments(static, (*tensors, *state), len(tensors))
+        return Arguments(static, (*tensors, *state.values()), len(tensors))
 
 
 class TensorAt(NamedTuple):
@@ -122,6 +123,17 @@ def arguments_of(static: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> An
     return leaves if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
+def state_given(called: Any, module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of a module that are given to calls of it, or of its method."""
+    read = read_by(called, module)
+    return {} if isinstance(called, type) else {**dict(read.named_parameters()), **dict(read.named_buffers())}
+
+
+def read_by(called: Any, module: nn.Module) -> nn.Module:
+    """The module that is called; or what a method, or a function, reads of it."""
+    return called.part_of(module) if isinstance(called, NamedFunction) else module
+
+
 class IslandsTraced:
     """The islands of one trace. Each call that is one becomes two ops."""
 
@@ -133,22 +145,23 @@ class IslandsTraced:
         self.given: dict[str, tuple[bool, ...]] = {}  # see `MakeIslands`
         self.unfit: set[Any] = set()
         self._states: list[tuple[Any, Callable[[], Any], Any]] = []  # Python state at each call
+        self._casting: set[str] = set()  # functions that may cast parameters, as others do
         self.handed: set[NamedOn] = set()  # names that lines only hand on to islands
         self.applied: dict[Any, Calls] = {}  # functions that were traced through, with the calls around them
 
     def apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         """What a call of an autograd function gives. See `private.functions_applied_by`."""
         if function not in self._callables:
-            self.applied.setdefault(function, (function, *self._around()))
+            if function not in self.applied:
+                self.applied[function] = (function, *self._around())
             return original(*args)
         return self._in_place_of(function, Arguments.of(args, {}, nested=False))
 
     def calls(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """A context in which calls of modules that are islands, or are marked as such, are ops."""
+        """A context in which calls of modules and named functions that are islands, or marked as such, are ops."""
 
         def traced(called: Any, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
-            of_model = None if isinstance(called, type) else module
-            return self._in_place_of(called, Arguments.of(args, kwargs, of_model), module)
+            return self._in_place_of(called, Arguments.of(args, kwargs, state_given(called, module)), module)
 
         return calls_exchanged(model, self._callables | marked_in(model), traced)
 
@@ -166,12 +179,18 @@ class IslandsTraced:
             island, here = island.sized(arguments.tensors, arguments.static)
         self.used[island.name], self.here[island.name] = island, here
         home = nn.Identity() if module is None else module
-        run = called if module is None else None
-        if has_traced_tensors(home, run):
+        run = called if module is None else getattr(called, "function", None)
+        if has_traced_tensors(read_by(called, home), run):
             self.unfit.add(called)
-        look = functools.partial(state_in_short, home, run)
+
+        def look() -> Any:
+            return state_in_short(read_by(called, home), run)
+
         self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
+        autocast = Autocast.ambient(island.device.type)
+        if isinstance(called, NamedFunction) and autocast.enabled and autocast.cache_enabled:
+            self._casting.add(island.name)
         facts = here.forward_facts
         assert facts is not None
         further = [arguments.tensors[position] for position in island.further_uses]
@@ -190,14 +209,20 @@ class IslandsTraced:
             facts, shared = island.forward_facts, set[int]()
             assert facts is not None
             for position, (target, number) in enumerate(node.next_functions):
-                if target is None or not island.loose:
+                if target is None or not (island.loose or island.name in self._casting):
                     continue
                 count, readers = len(island.inputs), edges.into(target, number)
                 i = position if position < count else island.further_uses[position - count]
+                others = any(reader is not node for reader, _ in readers)
+                if others and island.owners[i] is not None and island.name in self._casting:
+                    raise Refusal(
+                        f"{island.function} shares parameters, whose casts autocast shares too",
+                        MakeIslands(unfit={island.called}),
+                    )
                 # If all others read it before, all gradients from within the island arrive first. So their sum is
                 # made before others are added, however many they are.
                 is_last = readers[0][0] is node and island.owners[i] is None
-                if len(readers) > 1 and not is_last:
+                if len(readers) > 1 and not is_last and island.loose:
                     shared.add(i)
             self.used[island.name].shared = frozenset(shared)
             if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
@@ -239,10 +264,11 @@ def opaque(thing: Callable[..., Any]) -> Any:
 
         attention = memplan.opaque(my_kernels.attention)
 
-    Each of its calls becomes two ops of the plan: one runs it, and one runs its backward through autograd. Returns the
-    module itself, or a module that stands for the function. Give it the tensors that it reads, and parameters that are
-    not its own: where it takes one that requires grad, or that forward computes, from a closure or a list, the step
-    runs unplanned. Apply it before `memplan.apply`.
+    Each of its calls becomes two ops of the plan: one runs it, and one runs its backward through autograd. What has a
+    name in a file or a class, and can't be traced, is found without a mark. Returns the module itself, or a module
+    that stands for the function. Give it the tensors that it reads, and parameters that are not its own: where it
+    takes one that requires grad, or that forward computes, from a closure or a list, the step runs unplanned. Apply
+    it before `memplan.apply`.
     """
     marked = thing if isinstance(thing, nn.Module) else Opaque(thing)
     vars(marked)[_MARK] = True
@@ -257,13 +283,16 @@ def marked_in(model: nn.Module) -> set[Any]:
 def refuse_reads(islands: Collection[Island], model: nn.Module, reads: AttributeReads) -> None:
     """Raise a Refusal if forward reads an attribute that an island may set: a trace has it as it was before."""
     modules = {i.called: model.get_submodule(i.module) for i in islands if i.module is not None}
-    unfit = {called for called, module in modules.items() if reads.of_what_is_set_by(module) - CHECKED_ELSEWHERE}
+    sets = {called: reads.of_what_is_set_by(m, getattr(called, "function", None)) for called, m in modules.items()}
+    unfit = {called for called, names in sets.items() if names - CHECKED_ELSEWHERE}
     if unfit:
         raise Refusal("forward reads an attribute that an opaque call sets", MakeIslands(unfit=unfit))
 
 
 def name_of(called: Any) -> str:
-    """The name of an autograd function or a class, or the path of a module."""
+    """The name of a function or a class, or the path of a module."""
+    if isinstance(called, NamedFunction):
+        return f"{called.path}.{called.name}" if called.path else called.name
     return called if isinstance(called, str) else str(called.__qualname__)
 
 
@@ -325,7 +354,7 @@ def _differ_in_sizes(island: Island, other: Island) -> bool:
         facts = of_one.inputs, of_one.forward_facts, of_one.backward_facts
         return (
             of_one.name, of_one.called, of_one.needs, of_one.owners, of_one.writes, of_one.random, of_one.repeats,
-            of_one.once, of_one.alike, of_one.loose, of_one.varies, of_one.module or of_one.like,
+            of_one.once, of_one.alike, of_one.loose, of_one.varies, of_one.module or of_one.like, of_one.in_place,
             with_numbers(facts, lambda _: None),
         )  # fmt: skip
 
@@ -372,6 +401,10 @@ class _AsOps(torch.autograd.Function):
         sources = {("input", i): t for i, t in enumerate(tensors)} | {("result", i): t for i, t in enumerate(results)}
         places = [(p, d) for p, d in zip(facts.outputs, facts.differentiable, strict=True) if isinstance(p, Place)]
         outputs = [place.view_of(sources[place.source]) for place, _ in places]
+        for position, output in island.in_place:
+            of_tensors = sum(isinstance(o, Place) for o in facts.outputs[:output])
+            outputs[of_tensors] = tensors[position].copy_(outputs[of_tensors])
+            ctx.mark_dirty(tensors[position])
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, (_, d) in zip(outputs, places, strict=True) if not d))
         ctx.traced, ctx.island = traced, island

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import traceback
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 
 from memplan import errors
 
@@ -27,6 +29,9 @@ _LIBRARIES = (
 )
 
 
+# Calls of modules, and of the model itself in a trace.
+_MODULES, _TRACE = nn.modules.module.__file__, str(Path(__file__).with_name("trace.py"))
+_RUN_FORWARD = {(_MODULES, "_call_impl"), (_MODULES, "inner"), (_TRACE, "_forward")}
 _ENGINE, _FUNCTIONS = torch.autograd.graph.__file__, torch.autograd.function.__file__
 
 
@@ -34,15 +39,6 @@ def line_of(error: BaseException) -> str:
     """The innermost line outside of torch and memplan that an error passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
     return _frame_name(frames[-1]) if frames else "source line unknown"
-
-
-def function_of(error: BaseException) -> str | None:
-    """The function at the top of a module of the user's in which an error was raised; None where it was a method."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    frame = next((f for f in reversed(frames) if not f.f_code.co_filename.startswith(_LIBRARIES)), None)
-    name = "" if frame is None else frame.f_code.co_name
-    is_at_top = frame is not None and getattr(frame.f_globals.get(name), "__code__", None) is frame.f_code
-    return name if is_at_top else None
 
 
 def caller_line() -> str:
@@ -54,7 +50,26 @@ def caller_line() -> str:
 def caller_frame() -> FrameType | None:
     """The innermost frame outside of torch and memplan; None where there is none."""
     frames = (frame for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return next((frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)), None)
+    return next(filter(_is_users, frames), None)
+
+
+def calls_in_forward(error: BaseException | None = None) -> list[FrameType]:
+    """The user's calls in the innermost forward in which an error was raised, or that are running, the outermost first.
+
+    Then the first call that they make to library code. `torch.no_grad` has a function run within such a call.
+    """
+    if error is None:
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+    else:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    codes = [(frame.f_code.co_filename, frame.f_code.co_name) for frame in frames]
+    begin = max((i + 1 for i, code in enumerate(codes) if code in _RUN_FORWARD), default=len(frames))
+    users = list(itertools.takewhile(_is_users, frames[begin:]))
+    return frames[begin : begin + len(users) + 1]
+
+
+def _is_users(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def stack_depth() -> int:

@@ -35,7 +35,7 @@ from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, re
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace
-from memplan.capture.trace.source_lines import first_line, function_of, line_of
+from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
 from memplan.capture.trace.tensor_hooks import watching_tensors
 from memplan.capture.trace.trace_notes import TraceNotes
@@ -189,7 +189,7 @@ class _StepTrace:
 
     def _in_words(self, error: Exception) -> Exception:
         """The refusal of a step for an error from its trace."""
-        module, around = self._notes.module, self._notes.around()
+        module, around = self._notes.module, self._notes.around(error)
         if isinstance(error, private.FixedSize):
             return UnsupportedModel(f"{error}, in module {module}, at {line_of(error)}")
         if private.is_call_of_compiled_code(error):
@@ -209,11 +209,6 @@ class _StepTrace:
                 f"the shape or value of a result depends on data ({first_line(error)}): module {module}, "
                 f"{line_of(error)}. Compute it outside of the model and pass it in, or use operations whose result "
                 "shapes are fixed, such as torch.where"
-            )
-        function = None if around or isinstance(error, UnsupportedModel) else function_of(error)
-        if function is not None:
-            message += (
-                f"\n  {function} = memplan.opaque({function}), at the top of its module, has plans run it as it is"
             )
         refusal = refusal_of(error, message, self._islands, around)
         return error if isinstance(error, UnsupportedModel) and (way_of(error) or not refusal.way) else refusal

@@ -11,10 +11,11 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_functions import functions_called
 from memplan.capture.trace.call import OutputTemplate
-from memplan.capture.trace.generators import python_generators
+from memplan.capture.trace.generators import noting_draws, python_generators
 from memplan.capture.trace.raw_trace import Answer, Decision, Noted
-from memplan.capture.trace.source_lines import caller_line
+from memplan.capture.trace.source_lines import caller_line, calls_in_forward
 from memplan.errors import UnsupportedModel
 
 OTHER_READS = "forward reads other values from tensors in a trace than when it runs"
@@ -35,7 +36,7 @@ class TraceNotes(Noted):
     - fixed_at: by symbol, where PyTorch came to depend on its value.
     - checkpoints: those whose functions are running: the count of nodes at their begin, and whether they draw again.
     - running: modules whose calls are not over.
-    - python_state: of Python's generators when a module last began or ended. drew: the modules in which they moved.
+    - python_state: of Python's generators when a module last began or ended. drew: the calls in which they moved.
 
     `RawTrace` has a copy of what is in `Noted`.
     """
@@ -58,16 +59,18 @@ class TraceNotes(Noted):
     python_state: Any = None
     drew: tuple[Any, ...] = ()
 
-    def around(self) -> tuple[Any, ...]:
-        """The modules that are running, the innermost first: paths, or classes of those that the model has not.
+    def around(self, error: BaseException | None = None) -> tuple[Any, ...]:
+        """The calls that are running, or were where an error was raised, the innermost first.
 
-        The model itself is not among them.
+        They are functions in the innermost module, and modules: paths, or classes of those that the model has not. The
+        model itself is not among them.
         """
+        functions = functions_called(calls_in_forward(error), self.names) if self.template is None else ()
         keys = (self.names.get(module, type(module)) for module in reversed(self.running))
-        return tuple(dict.fromkeys(key for key in keys if key))
+        return tuple(dict.fromkeys((*functions, *(key for key in keys if key))))
 
     def _look_for_draws(self) -> None:
-        """Note in which module numbers were drawn from Python's generators."""
+        """Note in which calls numbers were drawn from Python's generators."""
         state = python_generators()
         if self.python_state not in (None, state):
             self.drew = self.drew or self.around()
@@ -160,8 +163,12 @@ class TraceNotes(Noted):
                 self.stack.pop()
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
-        module = nn.modules.module
-        with module.register_module_forward_pre_hook(enter), module.register_module_forward_hook(leave):
+        module, self.python_state = nn.modules.module, python_generators()
+        with (
+            noting_draws(self._look_for_draws),
+            module.register_module_forward_pre_hook(enter),
+            module.register_module_forward_hook(leave),
+        ):
             yield
 
     def layers(self) -> dict[str, str]:

@@ -74,8 +74,8 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **
     """
     if not torch.is_grad_enabled() or any(private.is_hooked(m) for m in module.modules() if m is not module):
         return forward(*args, **kwargs)
-    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-    arguments = Arguments.of(args, kwargs, module)
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    arguments, names = Arguments.of(args, kwargs, state), list(state)
     static, given, before = arguments.static, arguments.given, list[Any]()
 
     def run(*tensors: torch.Tensor) -> Any:

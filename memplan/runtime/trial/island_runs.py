@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
@@ -29,17 +31,18 @@ from memplan.capture.ops.island_call import IslandCost
 from memplan.capture.ops.island_facts import ForwardFacts
 from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
 from memplan.capture.ops.places import Layout, Place, Source
-from memplan.capture.ops.ways import Refusal
+from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
 from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
-from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of
+from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, read_by, state_given
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.trial.unplanned_peak import KnownGenerators
+from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.torch_private import pytree
 
@@ -84,8 +87,8 @@ class IslandRuns(private.RealOps):
         self._hidden: set[int] = set()  # buffers to which ops write without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._inside = set[int]()  # memory that the running call is given, or has made
-        self._behind = set[int]()  # other memory that it reads
-        self._read_behind: dict[str, set[int]] = {}  # the same, by name of a call
+        self._behind: dict[int, Any] = {}  # other memory that it reads, or returns
+        self._read_behind: dict[str, dict[int, Any]] = {}  # the same, by name of a call
         self._memory = KeptMemory()
         self.unfit: dict[Any, str] = {}
 
@@ -112,10 +115,8 @@ class IslandRuns(private.RealOps):
         hidden = op_facts.HIDDEN_WRITES.get(func, ((), 0))[0]
         self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
         result = self.run_op(func, args, kwargs)
-        given = {
-            storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and has_memory(t)
-        }
-        self._behind |= given - self._inside
+        given = _memory_of((args, kwargs))
+        self._note_behind(given)
         for tensor in tensors_of(result):
             if has_memory(tensor) and storage_key(tensor) not in given:
                 self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
@@ -123,6 +124,10 @@ class IslandRuns(private.RealOps):
         self._reads += func is private.READ_SCALAR
         self._shapes += _has_shape_of_data(func, args)
         return result
+
+    def _note_behind(self, memory: Mapping[int, Any]) -> None:
+        """Note what of this memory the running call is neither given nor has made. Its keys then stay its own."""
+        self._behind.update((key, storage) for key, storage in memory.items() if key not in self._inside)
 
     def _apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         if function not in self._callables or self._within:
@@ -140,28 +145,37 @@ class IslandRuns(private.RealOps):
     def _call(self, called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
         if self._within:
             return original(*args, **kwargs)
-        path = called if isinstance(called, str) else None
-        wholly, of_model = path is None or is_wholly_called(module), None if path is None else module
-        arguments = Arguments.of(args, kwargs, of_model)
-        names = [] if path is None else [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        named = called if isinstance(called, NamedFunction) else None
+        path = named.path if named is not None else called if isinstance(called, str) else None
+        wholly, given_state = path is None or is_wholly_called(module), state_given(called, module)
+        arguments, names = Arguments.of(args, kwargs, given_state), list(given_state)
         count = arguments.given
-        here = [p[len(path) + 1 :] for p in self._layers if f"{p}.".startswith(f"{path}.")] if path else []
+        within = f"{path}."
+        here = [p[len(within) :] for p in self._layers if f"{p}.".startswith(within)] if path == called else []
         there = {name for name, _ in module.named_modules()}
         layers = [p for p in here if p in there]
 
         def call(own: nn.Module | None, static: tuple[Any, ...], *given: torch.Tensor) -> Any:
             callee = module if own is None else own
             own_args, own_kwargs = arguments_of(static, given)
+            before = pytree.tree_flatten((own_args, own_kwargs))
             state = dict(zip(names, given[count:], strict=True))
             with in_place_of_state(callee, state), layers_checkpointed(callee, layers):
-                returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
+                if named is None:
+                    returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
+                else:
+                    returned = named.function(*([] if path is None else [callee]), *own_args, **own_kwargs)
                 now = {**dict(callee.named_parameters()), **dict(callee.named_buffers())}
                 if any(now.get(name) is not tensor for name, tensor in state.items()):
                     raise Refusal(f"{name_of(called)} exchanges parameters or buffers")
+            leaves, spec = pytree.tree_flatten((own_args, own_kwargs))
+            if spec != before[1] or not all(map(operator.is_, leaves, before[0])):
+                raise Refusal(f"{name_of(called)} changes a container that it is given", MakeNoIsland(called))
             return returned
 
-        kept = functools.partial(_state_kept, path, original if path is None else None, ())
-        repeats = not any(map(private.is_hooked, module.modules()))
+        code = named.function if named is not None else original if path is None else None
+        kept = functools.partial(_state_kept, path, code, ())
+        repeats = not any(map(private.is_hooked, module.modules())) if named is None else state_behind(code) is None
         return self._looked_at(called, path, arguments, call, lambda: original(*args, **kwargs), kept, repeats, module)
 
     def _looked_at(
@@ -204,19 +218,21 @@ class IslandRuns(private.RealOps):
             needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
             device=self._device,
             around=autocast.context,
-            attributes=attributes_in_short,
+            attributes=lambda module: attributes_in_short(read_by(called, module)),
             like=None if instance is None else attributes_in_short(instance),
             kept=functools.partial(_restored, kept),
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
-        writes, island.varies = self._writes, False
-        self._inside, self._behind = {storage_key(t) for t in tensors if has_memory(t)}, set()
+        writes, island.varies, written = self._writes, False, WrittenArguments(tensors, arguments.given)
+        self._inside, self._behind = set(_memory_of(tensors)), {}
         self._within = True
         try:
             returned = run()
         finally:
             self._within = False
-        behind = self._read_behind[island.name] = self._behind
+        self._note_behind(_memory_of(returned))
+        self._read_behind[island.name] = dict(self._behind)
+        behind = self._read_behind[island.name].keys()
         buffers_now = {storage_key(b) for b in self._model.buffers() if has_memory(b)}
         after = held_rng(self._device)
         island.random = before != after
@@ -224,14 +240,19 @@ class IslandRuns(private.RealOps):
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
         island.alike, island.once = repeats and self._writes == writes, not repeats or drew
         island.loose = island.varies or drew or self._reads > reads
+        if isinstance(called, NamedFunction):
+            island.in_place = written.returned(pytree.tree_leaves(returned))
         self._within = True
         try:
-            self._refuse(island, arguments, instance, autocast)
+            if written.by_numpy():
+                raise Refusal(f"{island.title} writes to its arguments")
+            self._refuse(island, arguments, instance, autocast, pytree.tree_leaves(returned))
             if not (behind - buffers_now).isdisjoint(self._made):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:
                 self._look(island, tensors, returned, before, attributes)
-            island.repeats = island.repeats and behind.isdisjoint(buffers_now)
+            there = buffers_now | {storage_key(p) for p in self._parameters if has_memory(p)}
+            island.repeats = island.repeats and behind.isdisjoint(there)
             self._calls.append(island)
         except Exception as error:
             why = "" if isinstance(error, UnsupportedModel) else "it fails when it runs a second time: "
@@ -243,8 +264,22 @@ class IslandRuns(private.RealOps):
             self.unfit.setdefault(called, f"the backward of {island.title} writes to .grad of parameters")
         return returned
 
-    def _refuse(self, island: Island, arguments: Arguments, module: nn.Module | None, autocast: Autocast) -> None:
-        """Raise a Refusal where a call could not be two ops, as far as its arguments tell."""
+    def _refuse(
+        self,
+        island: Island,
+        arguments: Arguments,
+        module: nn.Module | None,
+        autocast: Autocast,
+        outputs: Sequence[Any],
+    ) -> None:
+        """Raise a Refusal where a call could not be two ops, as far as its arguments and outputs tell."""
+        if isinstance(island.called, NamedFunction):
+            if not arguments.given or not all(map(is_lasting, arguments.static)):
+                raise Refusal(f"{island.function} is given no tensor, or more than tensors, numbers and strings")
+            if not all(o is None or isinstance(o, torch.Tensor) for o in outputs) or {*outputs} <= {None}:
+                raise Refusal(f"{island.function} returns no tensor, or more than tensors")
+            if not self._read_behind[island.name].keys().isdisjoint(map(storage_key, self._memory.written)):
+                raise Refusal(f"{island.title} reads a tensor that is written to, and that it is not given")
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
             raise Refusal(f"{island.function} is given what belongs to the model; a copy has another")
         pairs = zip(arguments.tensors, island.owners, strict=True)
@@ -284,7 +319,9 @@ class IslandRuns(private.RealOps):
 
         with private.outside_of_tracing():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
-            island.once |= attributes.changed()
+            island.once |= (changed := attributes.changed())
+            if changed and isinstance(island.called, NamedFunction):
+                raise Refusal(f"{island.title} changes Python state")
             facts, sources, outputs = outputs_of(results)
             pairs = zip(pytree.tree_leaves(returned), facts.differentiable, strict=True)
             if any(isinstance(o, torch.Tensor) and o.requires_grad and not d for o, d in pairs):
@@ -353,7 +390,7 @@ class IslandRuns(private.RealOps):
 def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:
     """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
     module = nn.Identity() if path is None else model.get_submodule(path)
-    return AttributesKept(module, run=module.forward if path is not None else run, given=given)
+    return AttributesKept(module, run=module.forward if run is None else run, given=given)
 
 
 def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> contextlib.ExitStack:
@@ -361,6 +398,12 @@ def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> 
     stack = contextlib.ExitStack()
     stack.callback(kept(model).restore)
     return stack
+
+
+def _memory_of(things: Any) -> dict[int, Any]:
+    """The memory of tensors, in containers too, by key."""
+    tensors = (t for t in pytree.tree_leaves(things) if isinstance(t, torch.Tensor) and has_memory(t))
+    return {storage_key(t): private.known_storage(t) for t in tensors}
 
 
 def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:

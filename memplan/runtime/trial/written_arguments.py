@@ -1,0 +1,42 @@
+"""To which of its arguments a call writes: by ops, which autograd sees, or by NumPy, which nobody sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from memplan.capture.attributes.kept_memory import has_memory
+from memplan.capture.ops.layout import same_bits, storage_key
+
+
+class WrittenArguments:
+    """Compares the arguments of a call with what they were. NumPy can only write to those on the CPU."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], given: int) -> None:
+        """Note what is there. tensors: of which the first `given` are arguments, each once."""
+        self._all, self._tensors = tensors, tensors[:given]
+        self._versions = [t._version for t in self._tensors]
+        on_host = (t.device.type == "cpu" and has_memory(t) for t in self._tensors)
+        self._copies = [t.detach().clone() if here else None for t, here in zip(self._tensors, on_host, strict=True)]
+
+    def by_numpy(self) -> bool:
+        """Whether an argument has other contents, and autograd does not know of it."""
+        known = zip(self._tensors, self._versions, self._copies, strict=True)
+        return any(t._version == v and copy is not None and not same_bits(t, copy) for t, v, copy in known)
+
+    def returned(self, outputs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """(argument, output) where the call writes to an argument, and returns it: see `Island.in_place`.
+
+        Arguments in whose memory other tensors lie, that are given or returned, are not among them.
+        """
+        changed = [i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
+        there = [t for t in (*self._all, *outputs) if isinstance(t, torch.Tensor) and has_memory(t)]
+        keys = [storage_key(t) for t in there]
+        return tuple(
+            (i, place)
+            for i in changed
+            for place, output in enumerate(outputs)
+            if output is self._tensors[i] and keys.count(storage_key(output)) == 2
+        )
