@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.tables import is_plain, own_generators
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
@@ -78,8 +78,7 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
         before = _generators(model, call)
         peaks = [step(), step()]
         now = _generators(model, call)
-        gradients, state = [leaf.grad for leaf in (*model.parameters(), *call.tensors)], attributes.left()
-        left = bits_of([gradients, list(model.buffers()), state.values, state.contents])
+        left = _left(model, call, attributes.left())  # whose frame holds gradients no longer than that
         if before != now:
             peaks += _peaks_of_other_draws(step, 2)
         margin_bytes = 0
@@ -88,6 +87,12 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
             margin_bytes = (max(peaks) - resident_bytes) // 8
         peak_bytes = max(peaks) + margin_bytes
         return UnplannedPeak(resident_bytes, peak_bytes, meter.live_bytes, (*left, *returned, *now))
+
+
+def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
+    """What steps have left: gradients, buffers, and what is in attributes."""
+    gradients = [leaf.grad for leaf in (*model.parameters(), *call.tensors)]
+    return bits_of([gradients, list(model.buffers()), state.values, state.contents])
 
 
 def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
