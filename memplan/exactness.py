@@ -138,7 +138,11 @@ def audit(
     twin: nn.Module | None = None
     as_it_is = without = _called(model, loss_fn)
     if isinstance(reference, nn.Module):
-        _refuse_other_parameters(model, reference)
+        buffers = {name for name, _ in (*model.named_buffers(), *reference.named_buffers())}
+        own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, reference))
+        strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
+        if strange:
+            raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
         twin, without = reference, _called(reference, loss_fn)
     elif reference is not None:
         without = _called(model, reference)
@@ -189,14 +193,6 @@ def _called(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., Any
 def _counted(count: int, noun: str) -> str:
     first, space, rest = noun.partition(" of ")
     return f"{count} {first}{'' if count == 1 else 's'}{space}{rest}"
-
-
-def _refuse_other_parameters(model: nn.Module, twin: nn.Module) -> None:
-    buffers = {name for name, _ in (*model.named_buffers(), *twin.named_buffers())}
-    own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, twin))
-    strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
-    if strange:
-        raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
 
 
 def _differences(right: StepRecord, other: StepRecord) -> dict[ResultKey, Finding]:
