@@ -93,9 +93,13 @@ class ArgumentsKey:
             return (
                 f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
             )
-        others = self._others_differ(call)
-        if others is not None:
-            return others
+        for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
+            if not self._traced and type(now) is then:
+                continue
+            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
+                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            if not isinstance(now, torch.Tensor) and not _same(now, then):
+                return f"argument {path} is {now!r}, planned for {then!r}"
         for name, tensor, expected in zip(call.names, call.tensors, self._tensors, strict=True):
             if not self._is_like(tensor, expected):
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
@@ -121,17 +125,6 @@ class ArgumentsKey:
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
         if _aliases(tensors) != self._aliases:
             return "other arguments share memory than in the sample"
-        return None
-
-    def _others_differ(self, call: Call) -> str | None:
-        """What differs among arguments that are no tensors, in words."""
-        for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
-            if not self._traced and type(now) is then:
-                continue
-            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
-                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
-            if not isinstance(now, torch.Tensor) and not _same(now, then):
-                return f"argument {path} is {now!r}, planned for {then!r}"
         return None
 
     def _is_like(self, tensor: torch.Tensor, expected: _Tensor) -> bool:

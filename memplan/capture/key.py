@@ -273,7 +273,8 @@ class StepKey:
     def _environment_changed(self) -> str | None:
         now = Autocast.ambient(self.autocast.device_type)
         if now != self.autocast and (now.enabled or self.autocast.enabled):
-            return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self.autocast)}"
+            names = [f"{s.dtype} on {s.device_type}" if s.enabled else "off" for s in (now, self.autocast)]
+            return f"autocast is {names[0]}, planned for {names[1]}"
         for name, value in kernel_switches().items():
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"
@@ -306,7 +307,7 @@ def unplanned_hooks(table: dict[int, Any], shards: Shards | None) -> int:
     return private.foreign_hooks(table)
 
 
-def _facts_of(model: nn.Module, shards: Shards | None = None) -> tuple[_Tensor | None, ...]:
+def _facts_of(model: nn.Module, shards: Shards | None) -> tuple[_Tensor | None, ...]:
     tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
     sharded = {id(p) for p in model.parameters() if shards is not None and shards.shard(p) is not None}
     return tuple(None if tensor is None else _Tensor.of(tensor, id(tensor) in sharded) for tensor in tensors)
@@ -350,7 +351,3 @@ def kernel_switches() -> dict[str, Any]:
         "contexts of DTensors": private.parallel_contexts(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
-
-
-def _autocast_name(state: Autocast) -> str:
-    return f"{state.dtype} on {state.device_type}" if state.enabled else "off"
