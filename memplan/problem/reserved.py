@@ -32,15 +32,19 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
     """
-    graph, backward = problem.graph, schedule[schedule.index(Boundary()) :]
-    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
-    large = frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES)
     found = []
-    for dropped in {frozenset[int](), large - read}:
+    for dropped in {frozenset[int](), _dropped(problem, schedule)}:
         allocator = CachingAllocator(expandable)
         _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
         found.append(allocator.peak_reserved_bytes)
     return max(found)
+
+
+def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """Large outputs that are gone before backward where the caller keeps the loss alone."""
+    graph, backward = problem.graph, schedule[schedule.index(Boundary()) :]
+    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
+    return frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
 
 
 def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
@@ -63,13 +67,7 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     taken = problem.takes_gradients or any(value.updates for value in graph.values)
     if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
         return None
-    producers, makers = graph.producers(), set[int]()
-    for value in graph.outputs:  # large ones, which the caller holds, may be there when the next step begins
-        while (before := graph.values[value].reuses) is not None:
-            value = before
-        if (maker := producers[value]) is not None and graph.values[value].size_bytes > SMALL_BYTES:
-            makers.add(maker)
-    outside = frozenset(makers)
+    outside = _makers_of_outputs(problem)
     found = [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
     one, _ = found[-1]
     if one.missed:
@@ -103,6 +101,18 @@ def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int])
     trace = _Trace(outside)
     _run_microbatches(_Loop(problem, schedule, trace))
     return trace.microbatches
+
+
+def _makers_of_outputs(problem: Problem) -> frozenset[int]:
+    """Ops that make large blocks which the caller holds: those may be there when the next step begins."""
+    values, producers = problem.graph.values, problem.graph.producers()
+    found = set[int]()
+    for value in problem.graph.outputs:
+        while (before := values[value].reuses) is not None:
+            value = before
+        if (maker := producers[value]) is not None and values[value].size_bytes > SMALL_BYTES:
+            found.add(maker)
+    return frozenset(found)
 
 
 class _Heap:
