@@ -339,8 +339,7 @@ class AttributesKept:
             _put_back(generator, state)
         for table, before in self._of_tensors:
             if table != before:
-                table.clear()
-                table.update(before)
+                _restore(table, before)
         for kind, before in self._classes:
             for key in [k for k in vars(kind) if k not in before and not k.startswith(("__", "_abc_"))]:
                 delattr(kind, key)
@@ -371,10 +370,6 @@ def _put_back(generator: Any, state: bytes) -> None:
         generator.bit_generator.state = pickle.loads(state)
 
 
-def _references(value: Any) -> int:
-    return sys.getrefcount(value)
-
-
 _OF_ONE_PLACE = {"place": list[int]()}  # to compare with: calls hold more references where Dynamo looks at frames
 
 
@@ -382,7 +377,8 @@ def _is_new(home: Any, key: Any) -> bool:
     """Whether a value of a container is a tensor, plain, or a container of such values that nothing else refers to."""
     if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
         return True
-    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _references(_OF_ONE_PLACE["place"]):
+    of_one_place = sys.getrefcount(_OF_ONE_PLACE["place"])
+    if type(home[key]) not in (dict, list, tuple) or sys.getrefcount(home[key]) > of_one_place:
         return False
     children = home[key] if isinstance(home[key], dict) else range(len(home[key]))
     return all(_is_new(home[key], child) for child in children)

@@ -129,11 +129,9 @@ class _Entry:
             return None if self.absent.isdisjoint(table) else next(key for key in table if key in self.absent)
         if self._keys == table.keys():
             return None
-        return next((key for key in table if key not in self._keys and self._matters(key)), None)
-
-    def _matters(self, key: str) -> bool:
-        """Whether a new attribute may matter. Classes gain some that do not, such as caches of abstract classes."""
-        return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
+        new = (key for key in table if key not in self._keys and key not in self._ignored)
+        # Classes gain some that do not matter, such as caches of abstract classes.
+        return next((key for key in new if not (self._of_class and key.startswith(("__", "_abc_")))), None)
 
     def value(self, key: str) -> Any:
         return self.simple.get(key, self.containers.get(key, ABSENT))
