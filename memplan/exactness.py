@@ -56,9 +56,8 @@ class Finding:
     note: str = ""
 
     def __str__(self) -> str:
-        figures = (
-            f"by {self.largest:.2g} at most ({self.relative:.1g} of the largest number), {self.count} of {self.total}"
-        )
+        share = f"{self.relative:.1g} of the largest number"
+        figures = f"by {self.largest:.2g} at most ({share}), {self.count} of {self.total}"
         first = f"; first in {self.module}" if self.kind == "output" and self.module else ""
         noise = f"; two equal runs differ by {self.noise:.2g}" if self.noise else ""
         return f"{self.kind:10}  {self.name}  {self.note or figures}{first}{noise}"

@@ -90,9 +90,8 @@ class ArgumentsKey:
     def unlike(self, call: Call) -> str | None:
         """What differs but for sizes, in words; None where nothing does."""
         if call.spec != self._call.spec or call.paths != self._call.paths:
-            return (
-                f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
-            )
+            given, planned = (", ".join(one.paths) or "none" for one in (call, self._call))
+            return f"arguments are {given}, planned for {planned}"
         for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
             if not self._traced and type(now) is then:
                 continue

@@ -175,24 +175,20 @@ class StepKey:
         something else keeps it from that: an argument, a mode.
         """
         if self.arguments.mismatch(call) is not None:
-            return self._other_size(call)
+            if self.arguments.unlike(call) is not None or self._sizes is None or not self._sizes.from_data:
+                return None
+            numbers = self.numbers(call)
+            if isinstance(numbers, OtherRead):
+                return numbers.line
+            assert self._guards is not None
+            broken = self._sizes.broken(numbers)  # from which lines do the sizes follow that break a condition?
+            sources = [self._sizes.sources[i] for i in (() if broken is None else symbols_in(broken))]
+            return next((self._guards.lines[s.read] for s in sources if isinstance(s, DataSize)), None)
         if (problem := self._attribute_changed()) is not None:
             return problem[0]
         if self._model_changed() or self._hooks_changed() or self._environment_changed():
             return None
         return None if (other := self._data_changed(call)) is None else other.line
-
-    def _other_size(self, call: Call) -> str | None:
-        """The line from which a size follows that breaks a condition of the step; None where another thing does."""
-        if self.arguments.unlike(call) is not None or self._sizes is None or not self._sizes.from_data:
-            return None
-        numbers = self.numbers(call)
-        if isinstance(numbers, OtherRead):
-            return numbers.line
-        assert self._guards is not None
-        broken = self._sizes.broken(numbers)
-        sources = [self._sizes.sources[i] for i in (() if broken is None else symbols_in(broken))]
-        return next((self._guards.lines[s.read] for s in sources if isinstance(s, DataSize)), None)
 
     @property
     def lines_of_sizes(self) -> Collection[str]:

@@ -307,9 +307,8 @@ class AttributesKept:
             for key, value in members.items()
             if value is not None and before.get(key) is None
         ]
-        return LeftBehind(
-            values, [(c, copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
-        )
+        contents = [(c, copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
+        return LeftBehind(values, contents)
 
     def __exit__(self, *error: object) -> None:
         self._imports.__exit__(*error)
@@ -336,7 +335,12 @@ class AttributesKept:
                     if table.get(key, ABSENT) is not value:
                         table[key] = value
         for _, generator, state in self._generators.values():
-            _put_back(generator, state)
+            if isinstance(generator, random.Random):
+                generator.setstate(pickle.loads(state))
+            elif isinstance(generator, np.random.RandomState):
+                generator.set_state(pickle.loads(state))
+            else:
+                generator.bit_generator.state = pickle.loads(state)
         for table, before in self._of_tensors:
             if table != before:
                 _restore(table, before)
@@ -358,16 +362,6 @@ def _drawn_from(generator: Any) -> bytes:
     if isinstance(generator, np.random.RandomState):
         return pickle.dumps(generator.get_state(legacy=False))
     return pickle.dumps(generator.bit_generator.state)
-
-
-def _put_back(generator: Any, state: bytes) -> None:
-    """Set a generator's state, as `_drawn_from` gave it."""
-    if isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
-    else:
-        generator.bit_generator.state = pickle.loads(state)
 
 
 _OF_ONE_PLACE = {"place": list[int]()}  # to compare with: calls hold more references where Dynamo looks at frames

@@ -46,9 +46,7 @@ class Snapshot:
     @property
     def unchecked(self) -> list[str]:
         """Names of what code names and is not compared, or by identity alone: large containers."""
-        return [
-            f"{title}.{key}" for title, entry in zip(self._titles, self._entries) for key in sorted(entry.unchecked)
-        ]
+        return [f"{title}.{key}" for title, e in zip(self._titles, self._entries) for key in sorted(e.unchecked)]
 
     @property
     def names(self) -> set[str]:
@@ -165,17 +163,11 @@ def is_unchanged(frozen: Any, value: Any) -> bool:
     if frozen is value:
         return True
     if isinstance(value, dict):
-        return (
-            isinstance(frozen, dict)
-            and frozen.keys() == value.keys()
-            and all(is_unchanged(v, value[k]) for k, v in frozen.items())
-        )
+        same_keys = isinstance(frozen, dict) and frozen.keys() == value.keys()
+        return same_keys and all(is_unchanged(v, value[k]) for k, v in frozen.items())
     if isinstance(value, (list, tuple, deque)):
-        return (
-            isinstance(frozen, (list, tuple, deque))
-            and len(frozen) == len(value)
-            and all(map(is_unchanged, frozen, value))
-        )
+        same_length = isinstance(frozen, (list, tuple, deque)) and len(frozen) == len(value)
+        return same_length and all(map(is_unchanged, frozen, value))
     if isinstance(value, (set, frozenset)):
         return bool(frozen == value)
     if isinstance(value, np.ndarray):
