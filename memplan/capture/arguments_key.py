@@ -100,7 +100,14 @@ class ArgumentsKey:
             if not isinstance(now, torch.Tensor) and not _same(now, then):
                 return f"argument {path} is {now!r}, planned for {then!r}"
         for name, tensor, expected in zip(call.names, call.tensors, self._tensors, strict=True):
-            if not self._is_like(tensor, expected):
+            alike = (
+                len(_shape(tensor)) == len(expected.shape)
+                and tensor.dtype == expected.dtype
+                and tensor.device.type == (self._device_type or expected.device.type)
+                and tensor.requires_grad == expected.requires_grad
+                and tensor.layout is expected.layout
+            )
+            if not alike:
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
         return None
 
@@ -125,16 +132,6 @@ class ArgumentsKey:
         if _aliases(tensors) != self._aliases:
             return "other arguments share memory than in the sample"
         return None
-
-    def _is_like(self, tensor: torch.Tensor, expected: _Tensor) -> bool:
-        """Whether a tensor is like the expected one, but for sizes and strides."""
-        return (
-            len(_shape(tensor)) == len(expected.shape)
-            and tensor.dtype == expected.dtype
-            and tensor.device.type == (self._device_type or expected.device.type)
-            and tensor.requires_grad == expected.requires_grad
-            and tensor.layout is expected.layout
-        )
 
     def differ_in_passing(self, call: Call) -> bool:
         """Whether the call has the same tensors and values, by other names or positions."""

@@ -240,8 +240,7 @@ class _StepBuilder:
         """The call without false dependencies: factories keep only the metadata of their model tensor."""
         args, kwargs = node.args, dict(node.kwargs)
         if node.target in op_facts.METADATA_ONLY:
-            like = args[0]
-            assert isinstance(like, fx.Node)
+            like: Any = args[0]
             tensor = like.meta["val"]
             stand_in = MetaTensor(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
             kwargs["device"] = kwargs.get("device") or tensor.device
@@ -257,8 +256,7 @@ class _StepBuilder:
                 return aten.ones.default, (size,), options
             return node.target, (stand_in, *args[1:]), kwargs
         if node.target is aten.lift_fresh_copy.default:
-            constant = args[0]
-            assert isinstance(constant, fx.Node)
+            constant: Any = args[0]
             tensor = getattr(self.raw.module, str(constant.target), None) if constant.op == "get_attr" else None
             if tensor is not None and tensor.numel() == 1 and not tensor.is_complex():
                 options = {"dtype": tensor.dtype, "device": node.meta["val"].device}
