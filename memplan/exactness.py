@@ -56,9 +56,8 @@ class Finding:
     note: str = ""
 
     def __str__(self) -> str:
-        figures = (
-            f"by {self.largest:.2g} at most ({self.relative:.1g} of the largest number), {self.count} of {self.total}"
-        )
+        share = f"{self.relative:.1g} of the largest number"
+        figures = f"by {self.largest:.2g} at most ({share}), {self.count} of {self.total}"
         first = f"; first in {self.module}" if self.kind == "output" and self.module else ""
         noise = f"; two equal runs differ by {self.noise:.2g}" if self.noise else ""
         return f"{self.kind:10}  {self.name}  {self.note or figures}{first}{noise}"
@@ -138,7 +137,11 @@ def audit(
     twin: nn.Module | None = None
     as_it_is = without = _called(model, loss_fn)
     if isinstance(reference, nn.Module):
-        _refuse_other_parameters(model, reference)
+        buffers = {name for name, _ in (*model.named_buffers(), *reference.named_buffers())}
+        own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, reference))
+        strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
+        if strange:
+            raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
         twin, without = reference, _called(reference, loss_fn)
     elif reference is not None:
         without = _called(model, reference)
@@ -189,14 +192,6 @@ def _called(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., Any
 def _counted(count: int, noun: str) -> str:
     first, space, rest = noun.partition(" of ")
     return f"{count} {first}{'' if count == 1 else 's'}{space}{rest}"
-
-
-def _refuse_other_parameters(model: nn.Module, twin: nn.Module) -> None:
-    buffers = {name for name, _ in (*model.named_buffers(), *twin.named_buffers())}
-    own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, twin))
-    strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
-    if strange:
-        raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
 
 
 def _differences(right: StepRecord, other: StepRecord) -> dict[ResultKey, Finding]:

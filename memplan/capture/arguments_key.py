@@ -90,14 +90,24 @@ class ArgumentsKey:
     def unlike(self, call: Call) -> str | None:
         """What differs but for sizes, in words; None where nothing does."""
         if call.spec != self._call.spec or call.paths != self._call.paths:
-            return (
-                f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
-            )
-        others = self._others_differ(call)
-        if others is not None:
-            return others
+            given, planned = (", ".join(one.paths) or "none" for one in (call, self._call))
+            return f"arguments are {given}, planned for {planned}"
+        for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
+            if not self._traced and type(now) is then:
+                continue
+            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
+                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            if not isinstance(now, torch.Tensor) and not _same(now, then):
+                return f"argument {path} is {now!r}, planned for {then!r}"
         for name, tensor, expected in zip(call.names, call.tensors, self._tensors, strict=True):
-            if not self._is_like(tensor, expected):
+            alike = (
+                len(_shape(tensor)) == len(expected.shape)
+                and tensor.dtype == expected.dtype
+                and tensor.device.type == (self._device_type or expected.device.type)
+                and tensor.requires_grad == expected.requires_grad
+                and tensor.layout is expected.layout
+            )
+            if not alike:
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
         return None
 
@@ -122,27 +132,6 @@ class ArgumentsKey:
         if _aliases(tensors) != self._aliases:
             return "other arguments share memory than in the sample"
         return None
-
-    def _others_differ(self, call: Call) -> str | None:
-        """What differs among arguments that are no tensors, in words."""
-        for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
-            if not self._traced and type(now) is then:
-                continue
-            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
-                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
-            if not isinstance(now, torch.Tensor) and not _same(now, then):
-                return f"argument {path} is {now!r}, planned for {then!r}"
-        return None
-
-    def _is_like(self, tensor: torch.Tensor, expected: _Tensor) -> bool:
-        """Whether a tensor is like the expected one, but for sizes and strides."""
-        return (
-            len(_shape(tensor)) == len(expected.shape)
-            and tensor.dtype == expected.dtype
-            and tensor.device.type == (self._device_type or expected.device.type)
-            and tensor.requires_grad == expected.requires_grad
-            and tensor.layout is expected.layout
-        )
 
     def differ_in_passing(self, call: Call) -> bool:
         """Whether the call has the same tensors and values, by other names or positions."""

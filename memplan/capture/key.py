@@ -175,24 +175,20 @@ class StepKey:
         something else keeps it from that: an argument, a mode.
         """
         if self.arguments.mismatch(call) is not None:
-            return self._other_size(call)
+            if self.arguments.unlike(call) is not None or self._sizes is None or not self._sizes.from_data:
+                return None
+            numbers = self.numbers(call)
+            if isinstance(numbers, OtherRead):
+                return numbers.line
+            assert self._guards is not None
+            broken = self._sizes.broken(numbers)  # from which lines do the sizes follow that break a condition?
+            sources = [self._sizes.sources[i] for i in (() if broken is None else symbols_in(broken))]
+            return next((self._guards.lines[s.read] for s in sources if isinstance(s, DataSize)), None)
         if (problem := self._attribute_changed()) is not None:
             return problem[0]
         if self._model_changed() or self._hooks_changed() or self._environment_changed():
             return None
         return None if (other := self._data_changed(call)) is None else other.line
-
-    def _other_size(self, call: Call) -> str | None:
-        """The line from which a size follows that breaks a condition of the step; None where another thing does."""
-        if self.arguments.unlike(call) is not None or self._sizes is None or not self._sizes.from_data:
-            return None
-        numbers = self.numbers(call)
-        if isinstance(numbers, OtherRead):
-            return numbers.line
-        assert self._guards is not None
-        broken = self._sizes.broken(numbers)
-        sources = [self._sizes.sources[i] for i in (() if broken is None else symbols_in(broken))]
-        return next((self._guards.lines[s.read] for s in sources if isinstance(s, DataSize)), None)
 
     @property
     def lines_of_sizes(self) -> Collection[str]:
@@ -273,7 +269,8 @@ class StepKey:
     def _environment_changed(self) -> str | None:
         now = Autocast.ambient(self.autocast.device_type)
         if now != self.autocast and (now.enabled or self.autocast.enabled):
-            return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self.autocast)}"
+            names = [f"{s.dtype} on {s.device_type}" if s.enabled else "off" for s in (now, self.autocast)]
+            return f"autocast is {names[0]}, planned for {names[1]}"
         for name, value in kernel_switches().items():
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"
@@ -306,7 +303,7 @@ def unplanned_hooks(table: dict[int, Any], shards: Shards | None) -> int:
     return private.foreign_hooks(table)
 
 
-def _facts_of(model: nn.Module, shards: Shards | None = None) -> tuple[_Tensor | None, ...]:
+def _facts_of(model: nn.Module, shards: Shards | None) -> tuple[_Tensor | None, ...]:
     tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
     sharded = {id(p) for p in model.parameters() if shards is not None and shards.shard(p) is not None}
     return tuple(None if tensor is None else _Tensor.of(tensor, id(tensor) in sharded) for tensor in tensors)
@@ -350,7 +347,3 @@ def kernel_switches() -> dict[str, Any]:
         "contexts of DTensors": private.parallel_contexts(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
-
-
-def _autocast_name(state: Autocast) -> str:
-    return f"{state.dtype} on {state.device_type}" if state.enabled else "off"

@@ -27,9 +27,8 @@ class NetworkSpeed(NamedTuple):
 
     def time_s(self, kind: str, whole_bytes: int) -> float:
         """Seconds of a collective. kind: of its op. One of no kind that is known here takes as long as a gather."""
-        speed = next(
-            (getattr(self, name) for name in ("reduce_scatter", "all_reduce") if name in kind), self.all_gather
-        )
+        known = (getattr(self, name) for name in ("reduce_scatter", "all_reduce") if name in kind)
+        speed = next(known, self.all_gather)
         return float(speed.latency_s + whole_bytes / speed.bytes_per_s)
 
 

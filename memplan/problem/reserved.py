@@ -145,10 +145,10 @@ class _Heap:
         self._pool = 0
         if self._steering is None or index is None:
             return
+        self._pool = _ARENA
         for size_bytes, offset in self._moves.get(index, ()):
             if size_bytes:
-                self._plugs[offset] = self._allocator.allocate(size_bytes, _ARENA)
-                self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes)
+                self._plugs[offset] = self.allocate(size_bytes)
             else:
                 self._allocator.free(self._plugs.pop(offset))
         self._pool = 0 if op in self._steering.outside else _ARENA

@@ -237,7 +237,13 @@ class _Leader:
         """Moves before the events of one step, which are then done; and whether a block had no place."""
         requests = [event for event in events if isinstance(event, Request)]
         moves = [(0, p) for p, n in self.plugs.items() if any(self._meets(p, n, r) for r in requests)]
-        self._put_in_order(self.holes.after(moves), requests)
+        holes = self.holes.after(moves)
+        alike: dict[tuple[int, int | None], list[Request]] = {}
+        for request in (r for r in requests if self._lasts(r, requests)):
+            alike.setdefault((request.size_bytes, holes.hole_at(self.targets[request.name])), []).append(request)
+        for group in alike.values():  # equal blocks in one hole lie in the order in which they are asked for
+            offsets = sorted(self.targets[r.name] for r in group)
+            self.targets.update((r.name, offset) for r, offset in zip(group, offsets, strict=True))
         settled: set[int] = set()  # what goes where the allocator puts it
         opened = False
         while True:
@@ -340,15 +346,6 @@ class _Leader:
         """Whether there is room for a block within the slab. closed: up to where holes are taken, by their offset."""
         parts = ((max(o, closed.get(o, o)), o + n) for o, n in holes.holes.items())
         return any(o + request.size_bytes <= min(end, self.limit_bytes) for o, end in parts)
-
-    def _put_in_order(self, holes: _Holes, requests: Sequence[Request]) -> None:
-        """Let equal blocks that are to be in one hole lie there in the order in which they are asked for."""
-        alike: dict[tuple[int, int | None], list[Request]] = {}
-        for request in (r for r in requests if self._lasts(r, requests)):
-            alike.setdefault((request.size_bytes, holes.hole_at(self.targets[request.name])), []).append(request)
-        for group in alike.values():
-            offsets = sorted(self.targets[r.name] for r in group)
-            self.targets.update((r.name, offset) for r, offset in zip(group, offsets, strict=True))
 
     def _put_below(self, request: Request, later: Sequence[Request]) -> None:
         """Exchange a block with those of its step that come later and were to be below it in the same hole.

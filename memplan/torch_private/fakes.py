@@ -159,12 +159,11 @@ def stepped_as_real(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     On a GPU they step all at once, which takes copies of them. They do so by default only with tensors of types that
     they know.
     """
-    known = _STEPPED_AT_ONCE
-    added = FakeTensor not in known and all(type(p) in known for p in parameters)
+    added = FakeTensor not in _STEPPED_AT_ONCE and all(type(p) in _STEPPED_AT_ONCE for p in parameters)
     if added:
-        known.append(FakeTensor)
+        _STEPPED_AT_ONCE.append(FakeTensor)
     try:
         yield
     finally:
         if added:
-            known.remove(FakeTensor)
+            _STEPPED_AT_ONCE.remove(FakeTensor)

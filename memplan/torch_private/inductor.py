@@ -77,8 +77,7 @@ def compiled_graph(
         )
         with torch._guards.tracing(context if donated else None):
             compiled: Any = compile_fx_inner(module, fakes, is_inference=False, is_backward=bool(donated))
-    call: CompiledCall = compiled.current_callable
-    return call
+    return compiled.current_callable  # type: ignore[no-any-return]
 
 
 def deterministic_options(device: torch.device) -> dict[str, Any]:

@@ -213,10 +213,8 @@ def varies(tensor: torch.Tensor) -> bool:
 def evaluator(texts: Sequence[str]) -> Callable[[Sequence[int] | Mapping[int, int]], tuple[Any, ...]]:
     """A function from the values of symbols to those of several texts."""
     code = f"lambda s: ({''.join(f'{text}, ' for text in texts)})"
-    function: Callable[[Sequence[int] | Mapping[int, int]], tuple[Any, ...]] = eval(
-        code, {"math": math, "abs": abs, "max": max, "min": min, "torch": torch}
-    )
-    return function
+    known = {"math": math, "abs": abs, "max": max, "min": min, "torch": torch}
+    return eval(code, known)  # type: ignore[no-any-return]
 
 
 # -- numbers that are no sizes ---------------------------------------------------------------------------------------
@@ -384,25 +382,23 @@ def _product(mode: FakeTensorMode, func: Any, x: torch.Tensor, a: torch.Tensor, 
         return x.new_empty((a.shape[0], a.shape[1], b.shape[2]))
 
 
-def _small_again(keeps_format: bool) -> Callable[..., torch.Tensor]:
+_KEEP_FORMAT = (aten.upsample_bilinear2d_backward.default, aten.upsample_trilinear3d_backward.default)
+
+
+def _small_again(mode: FakeTensorMode, func: Any, grad: torch.Tensor, size: Any, shape: Any, *_: Any) -> torch.Tensor:
     """The gradient of an upsampled image; of the upsampled one's memory format, or contiguous."""
-
-    def kernel(mode: FakeTensorMode, func: Any, grad: torch.Tensor, size: Any, shape: Any, *_: Any) -> torch.Tensor:
-        memory_format = suggest_memory_format(grad) if keeps_format else torch.contiguous_format
-        with mode:
-            return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
-
-    return kernel
+    memory_format = suggest_memory_format(grad) if func in _KEEP_FORMAT else torch.contiguous_format
+    with mode:
+        return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
 
 
 _OPEN: dict[Any, Callable[..., Any]] = {
     aten.constant_pad_nd.default: _padded,
     aten.baddbmm.default: _product,
-    aten.upsample_bilinear2d_backward.default: _small_again(True),
-    aten.upsample_trilinear3d_backward.default: _small_again(True),
-    aten.upsample_linear1d_backward.default: _small_again(False),
-    aten.upsample_nearest1d_backward.default: _small_again(False),
-    aten.upsample_nearest3d_backward.default: _small_again(False),
-    aten.upsample_bicubic2d_backward.default: _small_again(False),
-    aten._upsample_bicubic2d_aa_backward.default: _small_again(False),
+    **dict.fromkeys(_KEEP_FORMAT, _small_again),
+    aten.upsample_linear1d_backward.default: _small_again,
+    aten.upsample_nearest1d_backward.default: _small_again,
+    aten.upsample_nearest3d_backward.default: _small_again,
+    aten.upsample_bicubic2d_backward.default: _small_again,
+    aten._upsample_bicubic2d_aa_backward.default: _small_again,
 }

@@ -55,8 +55,7 @@ def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     if guards is None:
         return lambda *now: False
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return check
+    return guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[no-any-return]
 
 
 def changes_ops(tensor: torch.Tensor) -> bool:

@@ -116,9 +116,7 @@ def beneath_compiled(model: nn.Module) -> nn.Module:
 
 def is_compiled(model: object) -> bool:
     """Whether it is `torch.compile(module)`, or its forward or all of it was compiled in place."""
-    if not isinstance(model, nn.Module):
-        return False
-    return beneath_compiled(model) is not model or runs_compiled(model)
+    return isinstance(model, nn.Module) and (beneath_compiled(model) is not model or runs_compiled(model))
 
 
 def runs_compiled(module: nn.Module) -> bool:
@@ -158,9 +156,7 @@ def is_call_of_compiled_code(error: BaseException) -> bool:
 
 def tracer_graph() -> torch.fx.Graph:
     """The graph of the trace in progress."""
-    graph = _tracer().graph
-    assert isinstance(graph, torch.fx.Graph)
-    return graph
+    return _tracer().graph  # type: ignore[no-any-return]
 
 
 def _tracer() -> Any:
@@ -205,9 +201,7 @@ class Recording:
     def number(self, size: torch.SymInt) -> torch.fx.Node:
         """The node that computes a size which varies."""
         slot: Any = get_proxy_slot(size, self._tracer)
-        node = slot.force().node
-        assert isinstance(node, torch.fx.Node)
-        return node
+        return slot.force().node  # type: ignore[no-any-return]
 
     def bind_number(self, size: torch.SymInt, node: torch.fx.Node) -> None:
         """Let a new node that reads the number in a tensor stand for a symbol. node: the tensor's."""

@@ -141,12 +141,7 @@ def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:
 
 
 def _kernel(op: DraftOp, number: Renumbering) -> Kernel:
-    return Kernel(
-        node=op.node,
-        target=op.target,
-        args=op.args,
-        kwargs=op.kwargs,
-        reads={n: number[v] for n, v in op.reads.items()},
-        made=tuple(Made(m.node, m.index, number[m.value]) for m in op.made),
-        repeat_args=op.args if op.repeat_args is None else op.repeat_args,
-    )
+    reads = {n: number[v] for n, v in op.reads.items()}
+    made = tuple(Made(m.node, m.index, number[m.value]) for m in op.made)
+    repeat_args = op.args if op.repeat_args is None else op.repeat_args
+    return Kernel(op.node, op.target, op.args, op.kwargs, reads, made, repeat_args)

@@ -57,9 +57,7 @@ def _leaf(draft: Draft, name: str) -> torch.Tensor:
     """The fake parameter or input that a gradient belongs to."""
     kind, _, leaf = name.partition(" ")
     node = next(n for n, r in draft.residents.items() if r.kind == kind and r.name == leaf)
-    tensor = node.meta["val"]
-    assert isinstance(tensor, torch.Tensor)
-    return tensor
+    return node.meta["val"]  # type: ignore[no-any-return]
 
 
 def _obeys_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

@@ -162,13 +162,7 @@ def _layout(
 
 def _kernel(kernel: Kernel, new: Mapping[fx.Node, fx.Node]) -> Kernel:
     """The kernel of a copied graph."""
-    args, kwargs, again = fx.map_arg((kernel.args, kernel.kwargs, kernel.repeat_args), new.__getitem__)
-    return dataclasses.replace(
-        kernel,
-        node=new[kernel.node],
-        args=args,
-        kwargs=kwargs,
-        reads={new[n]: v for n, v in kernel.reads.items()},
-        made=tuple(Made(new[m.node], m.index, m.value) for m in kernel.made),
-        repeat_args=again,
-    )
+    args, kwargs, repeat_args = fx.map_arg((kernel.args, kernel.kwargs, kernel.repeat_args), new.__getitem__)
+    reads = {new[n]: v for n, v in kernel.reads.items()}
+    made = tuple(Made(new[m.node], m.index, m.value) for m in kernel.made)
+    return Kernel(new[kernel.node], kernel.target, args, kwargs, reads, made, repeat_args)

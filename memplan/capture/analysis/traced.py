@@ -166,7 +166,6 @@ class Traced:
     @property
     def forward_ops(self) -> tuple[str, ...]:
         """A signature of the forward pass: kernels, shapes, settings, what each op reads, and branches taken."""
-        ops = (
-            f"{op.key} {[self.graph.values[v].name for v in op.inputs]}" for op in self.graph.ops[: self.graph.boundary]
-        )
+        values, forward = self.graph.values, self.graph.ops[: self.graph.boundary]
+        ops = (f"{op.key} {[values[v].name for v in op.inputs]}" for op in forward)
         return (*ops, *map(repr, self.decisions))

@@ -162,25 +162,19 @@ class _StepBuilder:
         writes = written_nodes(node)
         if not tensors and not writes:
             return  # an assertion on sizes or dtypes: it held at capture, and the key holds it
-        arguments = {
-            storage_key(n.meta["val"]): n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
-        }
-        arguments = self._looked_at(node, tensors) or arguments
+        given = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        arguments = {storage_key(n.meta["val"]): n for n in given}
+        constants = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        if len(constants) == 1 and op_facts.is_view(node.target):  # the trace looks at a constant through fakes
+            for tensor in tensors:
+                self.draft.storages.setdefault(storage_key(tensor), self.draft.storage(constants[0]))
+            arguments = {storage_key(tensor): constants[0] for tensor in tensors} or arguments
         if not writes and all(storage_key(t) in arguments for t in tensors):
             if len(arguments) > 1 or len(node.all_input_nodes) > 1:
                 raise self._refusal(node, f"{node.target} returns views of several tensors at once")
             self.draft.parents[node] = arguments[storage_key(tensors[0])]
             return
         self._add_op(node, phase, writes)
-
-    def _looked_at(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> dict[int, fx.Node]:
-        """Of a view of a constant: the constant, by the keys of the fakes through which the trace looks at it."""
-        constants = [n for n in node.all_input_nodes if n.op == "get_attr"]
-        if len(constants) != 1 or not op_facts.is_view(node.target):
-            return {}
-        for tensor in tensors:
-            self.draft.storages.setdefault(storage_key(tensor), self.draft.storage(constants[0]))
-        return {storage_key(tensor): constants[0] for tensor in tensors}
 
     def _add_getitem(self, node: fx.Node) -> None:
         source, index = node.args
@@ -246,8 +240,7 @@ class _StepBuilder:
         """The call without false dependencies: factories keep only the metadata of their model tensor."""
         args, kwargs = node.args, dict(node.kwargs)
         if node.target in op_facts.METADATA_ONLY:
-            like = args[0]
-            assert isinstance(like, fx.Node)
+            like: Any = args[0]
             tensor = like.meta["val"]
             stand_in = MetaTensor(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
             kwargs["device"] = kwargs.get("device") or tensor.device
@@ -263,15 +256,11 @@ class _StepBuilder:
                 return aten.ones.default, (size,), options
             return node.target, (stand_in, *args[1:]), kwargs
         if node.target is aten.lift_fresh_copy.default:
-            constant = args[0]
-            assert isinstance(constant, fx.Node)
+            constant: Any = args[0]
             tensor = getattr(self.raw.module, str(constant.target), None) if constant.op == "get_attr" else None
             if tensor is not None and tensor.numel() == 1 and not tensor.is_complex():
-                return (
-                    aten.full.default,
-                    (list(tensor.shape), tensor.item()),
-                    {"dtype": tensor.dtype, "device": node.meta["val"].device},
-                )
+                options = {"dtype": tensor.dtype, "device": node.meta["val"].device}
+                return aten.full.default, (list(tensor.shape), tensor.item()), options
         return node.target, args, kwargs
 
     def _write(self, op: DraftOp, node: fx.Node, *, once: bool) -> None:

@@ -307,9 +307,8 @@ class AttributesKept:
             for key, value in members.items()
             if value is not None and before.get(key) is None
         ]
-        return LeftBehind(
-            values, [(c, copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
-        )
+        contents = [(c, copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
+        return LeftBehind(values, contents)
 
     def __exit__(self, *error: object) -> None:
         self._imports.__exit__(*error)
@@ -336,11 +335,15 @@ class AttributesKept:
                     if table.get(key, ABSENT) is not value:
                         table[key] = value
         for _, generator, state in self._generators.values():
-            _put_back(generator, state)
+            if isinstance(generator, random.Random):
+                generator.setstate(pickle.loads(state))
+            elif isinstance(generator, np.random.RandomState):
+                generator.set_state(pickle.loads(state))
+            else:
+                generator.bit_generator.state = pickle.loads(state)
         for table, before in self._of_tensors:
             if table != before:
-                table.clear()
-                table.update(before)
+                _restore(table, before)
         for kind, before in self._classes:
             for key in [k for k in vars(kind) if k not in before and not k.startswith(("__", "_abc_"))]:
                 delattr(kind, key)
@@ -361,20 +364,6 @@ def _drawn_from(generator: Any) -> bytes:
     return pickle.dumps(generator.bit_generator.state)
 
 
-def _put_back(generator: Any, state: bytes) -> None:
-    """Set a generator's state, as `_drawn_from` gave it."""
-    if isinstance(generator, random.Random):
-        generator.setstate(pickle.loads(state))
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
-    else:
-        generator.bit_generator.state = pickle.loads(state)
-
-
-def _references(value: Any) -> int:
-    return sys.getrefcount(value)
-
-
 _OF_ONE_PLACE = {"place": list[int]()}  # to compare with: calls hold more references where Dynamo looks at frames
 
 
@@ -382,7 +371,8 @@ def _is_new(home: Any, key: Any) -> bool:
     """Whether a value of a container is a tensor, plain, or a container of such values that nothing else refers to."""
     if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
         return True
-    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _references(_OF_ONE_PLACE["place"]):
+    of_one_place = sys.getrefcount(_OF_ONE_PLACE["place"])
+    if type(home[key]) not in (dict, list, tuple) or sys.getrefcount(home[key]) > of_one_place:
         return False
     children = home[key] if isinstance(home[key], dict) else range(len(home[key]))
     return all(_is_new(home[key], child) for child in children)

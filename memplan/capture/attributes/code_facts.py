@@ -99,14 +99,11 @@ def facts_of_code(code: CodeType) -> CodeFacts:
             chain.append(str(value))
             continue
         end()
-        if name in _GLOBAL:
-            kind = "globals"
+        if name in _GLOBAL or name in _CLOSURE:
+            kind = "globals" if name in _GLOBAL else "closure"
             chain.append(str(value))
             if name == "STORE_GLOBAL":
                 found["stored"].add(str(value))
-        elif name in _CLOSURE:
-            kind = "closure"
-            chain.append(str(value))
         elif name in _LOCAL or name.startswith("LOAD_FAST"):
             kind = "own" if isinstance(value, str) and (value,) == first else ""
         elif name in _ATTRIBUTE:

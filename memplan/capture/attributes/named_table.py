@@ -71,16 +71,13 @@ class NamedTable(MutableMapping[str, Any]):
     def of_cells(cells: dict[str, CellType]) -> NamedTable:
         """Closure variables of a function."""
 
-        def get(name: str, default: Any = None) -> Any:
-            return content_of(cells[name], default)
-
         def put(name: str, value: Any) -> None:
             cells[name].cell_contents = value
 
         def delete(name: str) -> None:
             del cells[name].cell_contents
 
-        return NamedTable(cells, get, put, delete)
+        return NamedTable(cells, lambda name, default=None: content_of(cells[name], default), put, delete)
 
     @staticmethod
     def of_context(variable: ContextVar[Any]) -> NamedTable:

@@ -46,9 +46,7 @@ class Snapshot:
     @property
     def unchecked(self) -> list[str]:
         """Names of what code names and is not compared, or by identity alone: large containers."""
-        return [
-            f"{title}.{key}" for title, entry in zip(self._titles, self._entries) for key in sorted(entry.unchecked)
-        ]
+        return [f"{title}.{key}" for title, e in zip(self._titles, self._entries) for key in sorted(e.unchecked)]
 
     @property
     def names(self) -> set[str]:
@@ -129,11 +127,9 @@ class _Entry:
             return None if self.absent.isdisjoint(table) else next(key for key in table if key in self.absent)
         if self._keys == table.keys():
             return None
-        return next((key for key in table if key not in self._keys and self._matters(key)), None)
-
-    def _matters(self, key: str) -> bool:
-        """Whether a new attribute may matter. Classes gain some that do not, such as caches of abstract classes."""
-        return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
+        new = (key for key in table if key not in self._keys and key not in self._ignored)
+        # Classes gain some that do not matter, such as caches of abstract classes.
+        return next((key for key in new if not (self._of_class and key.startswith(("__", "_abc_")))), None)
 
     def value(self, key: str) -> Any:
         return self.simple.get(key, self.containers.get(key, ABSENT))
@@ -167,17 +163,11 @@ def is_unchanged(frozen: Any, value: Any) -> bool:
     if frozen is value:
         return True
     if isinstance(value, dict):
-        return (
-            isinstance(frozen, dict)
-            and frozen.keys() == value.keys()
-            and all(is_unchanged(v, value[k]) for k, v in frozen.items())
-        )
+        same_keys = isinstance(frozen, dict) and frozen.keys() == value.keys()
+        return same_keys and all(is_unchanged(v, value[k]) for k, v in frozen.items())
     if isinstance(value, (list, tuple, deque)):
-        return (
-            isinstance(frozen, (list, tuple, deque))
-            and len(frozen) == len(value)
-            and all(map(is_unchanged, frozen, value))
-        )
+        same_length = isinstance(frozen, (list, tuple, deque)) and len(frozen) == len(value)
+        return same_length and all(map(is_unchanged, frozen, value))
     if isinstance(value, (set, frozenset)):
         return bool(frozen == value)
     if isinstance(value, np.ndarray):

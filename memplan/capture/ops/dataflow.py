@@ -138,9 +138,7 @@ def evaluate(
 
     # A constant may be written to while forward is traced.
     changes = any(n.op == "get_attr" or (n.op == "call_function" and written_nodes(n)) for n in closure)
-    value = computed(closure, [wanted], source, None if changes else known)[wanted]
-    assert isinstance(value, torch.Tensor)
-    return value
+    return computed(closure, [wanted], source, None if changes else known)[wanted]  # type: ignore[no-any-return]
 
 
 def computed(

@@ -133,10 +133,7 @@ class SizeRules:
 
     def at(self, numbers: Sequence[Any]) -> tuple[ForwardFacts, BackwardFacts | None]:
         """The facts at these numbers, which may be symbols."""
-        facts: tuple[ForwardFacts, BackwardFacts | None] = with_numbers(
-            self._facts, self._evaluation.at(tuple(numbers))
-        )
-        return facts
+        return with_numbers(self._facts, self._evaluation.at(tuple(numbers)))  # type: ignore[no-any-return]
 
 
 def _rule(values: Sequence[int], columns: Sequence[Sequence[int]]) -> Size | None:

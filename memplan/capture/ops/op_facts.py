@@ -105,7 +105,7 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return not is_of_pytorch(target)
     if target in _SEEDED_BEFORE:
         return False
-    return target._schema.name not in _WITH_DROPOUT_P or bool(_argument(target, "dropout_p", args, kwargs))
+    return target._schema.name not in _WITH_DROPOUT_P or bool(argument_of(target, "dropout_p", args, kwargs))
 
 
 def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
@@ -125,7 +125,7 @@ def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if tensor.device.type != "cuda" or not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     name = _ADDS_IN_ANY_ORDER[target._schema.name]
-    return name is None or bool(_argument(target, name, args, kwargs))
+    return name is None or bool(argument_of(target, name, args, kwargs))
 
 
 def is_uneven_exchange(target: Any, args: tuple[Any, ...]) -> bool:
@@ -138,7 +138,7 @@ def is_uneven_exchange(target: Any, args: tuple[Any, ...]) -> bool:
     return any(len(set(map(str, sizes))) > 1 for sizes in args[1:3])
 
 
-def _argument(target: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def argument_of(target: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives for an argument of its schema, or the default."""
     position, argument = next((i, a) for i, a in enumerate(target._schema.arguments) if a.name == name)
     return kwargs.get(name, args[position] if position < len(args) else argument.default_value)

@@ -79,12 +79,8 @@ class PlaceFinder:
 
     def of(self, tensor: torch.Tensor, kind: str, results: list[torch.Tensor]) -> Place:
         """The place of a tensor. Where that is new memory, it is added to the results. Raises a Refusal."""
-        if (
-            tensor.layout is not torch.strided
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or type(tensor) is not torch.Tensor
-        ):
+        is_lazy = tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
+        if tensor.layout is not torch.strided or is_lazy or type(tensor) is not torch.Tensor:
             raise Refusal("an opaque call gives, or saves, tensors of a kind that has no place")
         key = storage_key(tensor)
         if key not in self._homes:

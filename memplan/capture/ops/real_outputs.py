@@ -12,6 +12,7 @@ import torch
 from memplan import torch_private as private
 from memplan.capture.ops.iterated import iterated_layout
 from memplan.capture.ops.layout import dense_stride
+from memplan.capture.ops.op_facts import argument_of
 
 aten = torch.ops.aten
 
@@ -130,25 +131,15 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func in _ELEMENTS:
         elements = _ELEMENTS[func](*args)
         return private.with_layout(outputs, elements=elements) if elements > outputs.numel() else outputs
-    if func is aten._embedding_bag.default and _sums_at_once(*args):
-        return (outputs[0], private.with_layout(outputs[1], size=(0,), stride=(1,)), *outputs[2:])
+    if func is aten._embedding_bag.default:
+        weight = args[0]
+        names = ("mode", "per_sample_weights", "padding_idx")
+        mode, scale, padding = (argument_of(func, name, args, {}) for name in names)
+        in_rows = weight.dtype is torch.bfloat16 and weight.stride(1) == 1 and (scale is None or scale.stride(0) == 1)
+        # It sums bfloat16 by the kernel of which the fake one thinks that float32 alone has it.
+        if in_rows and mode == 0 and padding < 0:
+            return (outputs[0], private.with_layout(outputs[1], size=(0,), stride=(1,)), *outputs[2:])
     return _with_strides(func, args, _with_dtypes(func, args, outputs))
-
-
-def _sums_at_once(
-    weight: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    by_frequency: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    scale: torch.Tensor | None = None,
-    include_last: bool = False,
-    padding_index: int = -1,
-) -> bool:
-    """Whether an embedding bag sums bfloat16 by the kernel of which the fake one thinks that float32 alone has it."""
-    rows = weight.dtype is torch.bfloat16 and weight.stride(1) == 1 and (scale is None or scale.stride(0) == 1)
-    return rows and mode == 0 and padding_index < 0
 
 
 def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:

@@ -109,13 +109,9 @@ def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
     if facts is None:
         private.leave_out(tensor)
         return None
-    return private.with_layout(
-        tensor,
-        dtype=facts.dtype,
-        stride=facts.stride,
-        elements=facts.size_bytes // facts.dtype.itemsize,
-        device=facts.device_type if facts.device_type != tensor.device.type else None,
-    )
+    elements = facts.size_bytes // facts.dtype.itemsize
+    device = facts.device_type if facts.device_type != tensor.device.type else None
+    return private.with_layout(tensor, dtype=facts.dtype, stride=facts.stride, elements=elements, device=device)
 
 
 def or_refusal(plan: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T | Refused:

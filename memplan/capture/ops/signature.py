@@ -37,16 +37,11 @@ def signature(target: Any, args: Any, kwargs: Any, results: Any = None) -> str:
 
     text = f"{op_kind(target)}|{[shown(a) for a in args]}|{sorted((k, str(shown(v))) for k, v in kwargs.items())}"
     if results is not None:
-        text += f"|{shown(results)}|{_new_bytes(results, (args, kwargs))}"
+        given = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in pytree.tree_leaves((args, kwargs))]
+        own = {storage_key(t) for t in pytree.tree_leaves(given) if _has_memory(t)}
+        new = [t for t in pytree.tree_leaves(results) if _has_memory(t) and storage_key(t) not in own]
+        text += f"|{shown(results)}|{[str(t.untyped_storage().nbytes()) for t in new]}"
     return hashlib.sha256(text.encode()).hexdigest()[:20]
-
-
-def _new_bytes(results: Any, arguments: Any) -> list[str]:
-    """Bytes of the memory of each result that does not lie in an argument's."""
-    given = [n.meta.get("val") if isinstance(n, fx.Node) else n for n in pytree.tree_leaves(arguments)]
-    own = {storage_key(t) for t in pytree.tree_leaves(given) if _has_memory(t)}
-    found = [t for t in pytree.tree_leaves(results) if _has_memory(t) and storage_key(t) not in own]
-    return [str(t.untyped_storage().nbytes()) for t in found]
 
 
 def _has_memory(thing: Any) -> bool:
