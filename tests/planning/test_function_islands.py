@@ -550,3 +550,41 @@ def test_speech_models_mask_spans(name: str) -> None:
     torch.manual_seed(3)
     net, sample = speech(name), {"input_values": torch.randn(2, 2000), "labels": torch.randint(1, 32, (2, 4))}
     assert_bits(lambda: net, f"{name.lower()}._mask_hidden_states", sample=sample)  # type: ignore[arg-type]
+
+
+class _Overwrites(torch.autograd.Function):
+    """Has other numbers in the memory of its input, which autograd does not see, and saves them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        result = x * 1.0
+        x.detach().numpy()[...] *= 3
+        ctx.save_for_backward(x.detach())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x
+
+
+class _Overwritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(_Overwrites.apply(torch.exp(0.1 * layer(x))))  # type: ignore[no-untyped-call]
+        return x.sum()
+
+
+@pytest.mark.parametrize("budget", [1.0, "min"])
+def test_what_an_autograd_function_puts_into_its_input_stays(budget: float | str) -> None:
+    torch.manual_seed(0)
+    plain, x = _Overwritten(), torch.randn(64, 16)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, budget, costs="estimate")
+    assert memplan.plan_of(planned) is not None
+    for _ in range(2):
+        assert_same_bits(run_steps(plain, (x,), steps=1), run_steps(planned, (x,), steps=1))

@@ -245,8 +245,10 @@ class IslandRuns(private.RealOps):
         self._within = True
         try:
             is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
-            if not is_function and written.by_numpy():  # Liger's has gradients in the place of logits, and saves them
+            unseen = written.by_numpy()
+            if unseen and not is_function:
                 raise Refusal(f"{island.title} writes to its arguments")
+            island.writes |= unseen  # as Liger's does, which has gradients in the place of logits, and saves them
             self._refuse(island, arguments, instance, autocast, pytree.tree_leaves(returned))
             if not (behind - buffers_now).isdisjoint(self._made):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")

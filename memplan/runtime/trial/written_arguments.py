@@ -21,10 +21,11 @@ class WrittenArguments:
         on_host = (t.device.type == "cpu" and has_memory(t) for t in self._tensors)
         self._copies = [t.detach().clone() if here else None for t, here in zip(self._tensors, on_host, strict=True)]
 
-    def by_numpy(self) -> bool:
-        """Whether an argument has other contents, and autograd does not know of it."""
-        known = zip(self._tensors, self._versions, self._copies, strict=True)
-        return any(t._version == v and copy is not None and not same_bits(t, copy) for t, v, copy in known)
+    def by_numpy(self) -> frozenset[int]:
+        """Positions of arguments that have other contents, and autograd does not know of it."""
+        known = enumerate(zip(self._tensors, self._versions, self._copies, strict=True))
+        unseen = ((i, t, copy) for i, (t, v, copy) in known if t._version == v and copy is not None)
+        return frozenset(i for i, t, copy in unseen if not same_bits(t, copy))
 
     def returned(self, outputs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """(argument, output) where the call writes to an argument, and returns it: see `Island.in_place`.
