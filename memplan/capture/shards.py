@@ -60,7 +60,7 @@ class Shards(Protocol):
       reduce.
     - speed: of gathers.
     - takes_gradients: whether gradients that are handed over are its own, and not the parameters' `.grad`.
-    - way: what backward does with gradients beside handing them over. A plan is for one way.
+    - way: whether backward reduces gradients, and by what it divides them. A plan is for one way.
     - attributes: names of attributes of modules that belong to it, which change without changing what forward computes.
 
     Every rank of the group must call `gather` for the same parameters in the same order.

@@ -33,7 +33,7 @@ class WholeGradients:
 
     @property
     def way(self) -> tuple[bool, ...] | None:
-        """None where gradients are not reduced now; else of which parameters earlier steps have left one."""
+        """For each parameter, whether earlier steps have left a gradient. None where gradients are not reduced now."""
         held = tuple(p.unsharded_accumulated_grad is not None for p in self.group.fsdp_params)
         return held if self.group.reduce_grads else None
 
@@ -137,7 +137,7 @@ class _UnitTraffic:
     """What gathering and reducing a group of parameters takes, as `foreach_all_gather` and `foreach_reduce` do it.
 
     reduces_early: in backward, a run of the unit is over before its first run is, and FSDP2 reduces then what earlier
-    steps have left. The gradients of this step, which autograd adds up over all runs, follow by themselves.
+    steps have left. The gradients of this step, which autograd adds up over all runs, are reduced later.
     """
 
     def __init__(self, sums: WholeGradients) -> None:

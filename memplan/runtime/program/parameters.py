@@ -94,7 +94,7 @@ class ParameterStore:
 
     @property
     def way(self) -> Any:
-        """What backward does with gradients just now beside handing them over, as `Shards` say."""
+        """How backward reduces gradients now: `Shards.way`."""
         return None if self.gathers is None else self.gathers.shards.way
 
     def begin(self, constants: Mapping[str, torch.Tensor]) -> None:

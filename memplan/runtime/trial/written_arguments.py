@@ -12,10 +12,13 @@ from memplan.capture.ops.layout import same_bits, storage_key
 
 
 class WrittenArguments:
-    """Compares the arguments of a call with what they were. NumPy can only write to those on the CPU."""
+    """Compares the arguments of a call with what they were. NumPy can only write to those on the CPU.
+
+    Raw kernels can write to those on a CUDA device. That is not looked for.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor], given: int) -> None:
-        """Note what is there. tensors: of which the first `given` are arguments, each once."""
+        """Note what is there. tensors: the first `given` are arguments, each once."""
         self._all, self._tensors = tensors, tensors[:given]
         self._versions = [t._version for t in self._tensors]
         on_host = (t.device.type == "cpu" and has_memory(t) for t in self._tensors)
