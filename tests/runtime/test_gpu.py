@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 from typing import Any
 
@@ -48,6 +49,46 @@ def test_a_planned_model_trains_to_the_same_bits_within_its_peak(name: str, auto
         assert_peak_is_predicted(net, sample, autocast)
         plain.load_state_dict(net.state_dict())
         assert_as_plain(plain, net, sample, autocast=autocast)
+
+
+class _Overwrites(torch.autograd.Function):
+    """Fills its input by its address, which PyTorch does not see, and saves it, as kernels of Liger do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        result = x * 1.0
+        if hasattr(torch.cuda, "stand_in"):
+            ctypes.memset(x.data_ptr(), 0x40, x.nbytes)
+        else:
+            fill = ctypes.CDLL("libcuda.so.1").cuMemsetD8_v2
+            assert fill(ctypes.c_uint64(x.data_ptr()), ctypes.c_ubyte(0x40), ctypes.c_size_t(x.nbytes)) == 0
+        ctx.save_for_backward(x.detach())
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x
+
+
+class _Overwritten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(_Overwrites.apply(torch.exp(0.1 * layer(x))))  # type: ignore[no-untyped-call]
+        return x.mean()
+
+
+def test_what_a_kernel_puts_into_its_input_stays_in_memory_for_backward() -> None:
+    net, x = _Overwritten().cuda(), torch.randn(4096, 256, device="cuda")
+    plain = copy.deepcopy(net)
+    with deterministic():
+        memplan.apply(net, x, "min")
+        assert_peak_is_predicted(net, x)
+        assert_as_plain(plain, net, x)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -245,7 +245,7 @@ class IslandRuns(private.RealOps):
         self._within = True
         try:
             is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
-            unseen = written.by_numpy()
+            unseen = written.unseen()
             if unseen and not is_function:
                 raise Refusal(f"{island.title} writes to its arguments")
             island.writes |= unseen  # as Liger's does, which has gradients in the place of logits, and saves them

@@ -1,4 +1,4 @@
-"""To which of its arguments a call writes: by ops, which autograd sees, or by NumPy, which nobody sees."""
+"""To which of its arguments a call writes: by ops, or unseen by autograd, as NumPy and raw kernels do."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from memplan.capture.ops.layout import same_bits, storage_key
 
 
 class WrittenArguments:
-    """Compares the arguments of a call with what they were. NumPy can only write to those on the CPU.
-
-    Raw kernels can write to those on a CUDA device. That is not looked for.
-    """
+    """Compares the arguments of a call with what they were. The copies lie in the CPU's memory, so none is on a GPU."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], given: int) -> None:
         """Note what is there. tensors: the first `given` are arguments, each once."""
         self._all, self._tensors = tensors, tensors[:given]
         self._versions = [t._version for t in self._tensors]
-        on_host = (t.device.type == "cpu" and has_memory(t) for t in self._tensors)
-        self._copies = [t.detach().clone() if here else None for t, here in zip(self._tensors, on_host, strict=True)]
+        self._copies = [t.detach().to("cpu", copy=True) if has_memory(t) else None for t in self._tensors]
 
-    def by_numpy(self) -> frozenset[int]:
+    def unseen(self) -> frozenset[int]:
         """Positions of arguments that have other contents, and autograd does not know of it."""
         known = enumerate(zip(self._tensors, self._versions, self._copies, strict=True))
         unseen = ((i, t, copy) for i, (t, v, copy) in known if t._version == v and copy is not None)
-        return frozenset(i for i, t, copy in unseen if not same_bits(t, copy))
+        return frozenset(i for i, t, copy in unseen if not same_bits(t.cpu(), copy))
 
     def returned(self, outputs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
         """(argument, output) where the call writes to an argument, and returns it: see `Island.in_place`.
