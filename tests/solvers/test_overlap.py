@@ -14,7 +14,10 @@ from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Boundary, Compute, Drop, Schedule, Wait, schedule_of
 from memplan.problem.simulate import simulate
+from memplan.solvers import textbook
 from memplan.solvers.chain.expand import baselines
+from memplan.solvers.offload.checkpointed_units import unit_order
+from memplan.solvers.offload.fit_copies import solve_offload
 from memplan.solvers.offload.overlap import overlapped
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import replay
@@ -46,7 +49,7 @@ def test_schedules_stay_legal_and_within_budget(problem: Problem, data: st.DataO
         schedule = schedule_of(problem.graph, order.tolist())
         before = simulate(problem, schedule)
         for room_bytes in (0, 16, 1000):
-            moved = overlapped(problem, schedule, before.peak_bytes + room_bytes)
+            moved = overlapped(problem, schedule, before.peak_bytes + room_bytes)[0]
             after = simulate(problem, moved)
             assert after.peak_bytes <= before.peak_bytes + room_bytes
             assert after.time_s <= before.time_s
@@ -75,7 +78,7 @@ def test_little_is_waited_for_where_there_is_room(network_s: float, replicas: bo
     """Longer than ops, or else the network, takes only the first gather and the last reduction, and one layer."""
     problem = fsdp_like(8, network_s=network_s, replicas=replicas)
     schedule = kept(problem)
-    moved = overlapped(problem, schedule, simulate(problem, schedule).peak_bytes + 2000)
+    moved = overlapped(problem, schedule, simulate(problem, schedule).peak_bytes + 2000)[0]
     longest_s = max(problem.without_network.baseline_time_s, problem.network_s)
     assert longest_s < simulate(problem, moved).time_s <= longest_s + 3 * network_s + 3 * 4.0
 
@@ -86,7 +89,7 @@ def test_room_buys_time(room_bytes: int) -> None:
     problem = fsdp_like(8)
     schedule = schedule_of(problem.graph, gathered_twice(problem))
     before = simulate(problem, schedule)
-    moved = [overlapped(problem, schedule, before.peak_bytes + size) for size in (0, room_bytes)]
+    moved = [overlapped(problem, schedule, before.peak_bytes + size)[0] for size in (0, room_bytes)]
     after = [simulate(problem, one) for one in moved]
     assert after[1].peak_bytes <= before.peak_bytes + room_bytes
     assert after[1].time_s <= after[0].time_s <= before.time_s
@@ -106,6 +109,46 @@ def gathered_twice(problem: Problem) -> list[int]:
             order += layers.pop(max(layers))
         order.append(op)
     return order
+
+
+def test_gathers_leave_room_for_gradients_that_wait_to_be_reduced() -> None:
+    """Where the network is slower than ops, and room for many gathers ahead would hold up the reductions."""
+    problem = in_units(fsdp_like(24, network_s=6.0, act_bytes=20))
+    schedule = schedule_of(problem.graph, unit_order(problem.graph, flatten(problem)).tolist())
+    peak_bytes = simulate(problem, schedule).peak_bytes
+    times_s = [overlapped(problem, schedule, peak_bytes + size)[1].time_s for size in (0, 400, 800, 1600, 3200)]
+    assert times_s == sorted(times_s, reverse=True)
+    assert times_s[3] < 455
+
+
+def in_units(problem: Problem) -> Problem:
+    """The problem with names of layers, as a capture has them."""
+    ops, layer = [], 0
+    for op in problem.graph.ops:
+        ops.append(replace(op, layer=f"layers.{layer}.mlp" if op.kind in ("up", "down") else f"layers.{layer}"))
+        layer += op.kind == "down"
+    return replace(problem, graph=replace(problem.graph, ops=tuple(ops)))
+
+
+def test_units_run_again_before_their_backward() -> None:
+    problem = in_units(fsdp_like(3))
+    kinds = [problem.graph.ops[op].kind for op in unit_order(problem.graph, flatten(problem)).tolist() if op >= 0]
+    again = kinds[problem.graph.boundary :]
+    unit = ["to", "to", "cat", "_c10d_functional.all_gather_into_tensor.default", "unpack", "unpack", "up"]
+    backward = ["down backward", "up backward", "chunk_cat", "_c10d_functional.reduce_scatter_tensor.default", "to"]
+    assert again == ["loss backward", *(3 * [*unit, *backward])]
+
+
+@pytest.mark.parametrize("network_s", [2.0, 6.0, 12.0])
+@pytest.mark.parametrize("room_bytes", [0, 400, 1600])
+def test_a_plan_takes_no_longer_than_checkpoints_of_units(room_bytes: int, network_s: float) -> None:
+    problem = in_units(fsdp_like(12, network_s=network_s, act_bytes=40))
+    units = unit_order(problem.graph, flatten(problem)).tolist()
+    schedule = schedule_of(problem.graph, units)
+    budget_bytes = simulate(problem, schedule).peak_bytes + room_bytes
+    found = solve_offload(problem, textbook(problem)[-1:], budget_bytes, 0)  # keep all, which does not fit
+    assert found is not None and found.timeline.peak_bytes <= budget_bytes
+    assert found.timeline.time_s <= overlapped(problem, schedule, budget_bytes)[1].time_s
 
 
 def refused(problem: Problem, schedule: list[object], said: str) -> None:
@@ -158,6 +201,6 @@ def test_parameters_that_are_updated_in_backward(options: dict[str, Any], replic
     for schedule in (kept(problem), schedule_of(problem.graph, gathered_twice(problem))):
         before = simulate(problem, schedule)
         for room_bytes in (0, 60, 500, 3000):
-            after = simulate(problem, overlapped(problem, schedule, before.peak_bytes + room_bytes))
+            after = simulate(problem, overlapped(problem, schedule, before.peak_bytes + room_bytes)[0])
             assert after.peak_bytes <= before.peak_bytes + room_bytes
         assert after.time_s < 0.8 * before.time_s

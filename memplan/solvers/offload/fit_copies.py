@@ -52,14 +52,14 @@ from memplan.problem.schedule import (
     schedule_of,
     update_positions,
 )
-from memplan.problem.simulate import simulate
 from memplan.solvers.front.front import Candidate
+from memplan.solvers.offload.checkpointed_units import unit_order
 from memplan.solvers.offload.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
 from memplan.solvers.offload.overlap import overlapped
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.orders.sketch import thin
+from memplan.solvers.orders.sketch import sketch_of, thin
 
 _VAST = 1 << 60
 _SPREAD = 24  # orders tried, spread over a front
@@ -98,6 +98,8 @@ def solve_offload(
     - stays: copies of lasting parameters may stay on the device between steps.
     """
     search = _CopySearch(problem, budget_bytes, host_bytes, under_s, stays)
+    if search.overlaps:
+        search.tries_units()
     spread = {id(point) for point in thin(points, _SPREAD)}
     tried = {index for index, point in enumerate(points) if id(point) in spread}
     tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
@@ -160,6 +162,17 @@ class _CopySearch:
             best = index if self._try(points[index].solver, points[index].order) else best
         return best
 
+    def tries_units(self) -> None:
+        """Try to run units of sharded parameters again, and less of that: what takes longest, or gathers, runs once."""
+        order, arrays = unit_order(self.problem.graph, self.flat), self.flat.arrays
+        if sketch_of(self.flat, "units", order).peak_bytes < 0:
+            return
+        tried = [order]
+        for time_s in (arrays.time_s, arrays.time_s - self.least_s[:-1]):  # the latter is the network's
+            tried.append(fill(arrays._replace(time_s=time_s), order, self.budget_bytes, _FILL_ROUNDS))
+        for one in tried:
+            self._try("units run again", one.tolist())
+
     def tries_between(self, points: Sequence[Candidate]) -> None:
         """Try orders that peak between these points: the higher ones brought down, the lower ones filled up."""
         a = self.flat.arrays
@@ -176,8 +189,7 @@ class _CopySearch:
             known = (self.problem, tried.order, self.budget_bytes, self.flat, self.movables)
             places = _Places(*known, tried.saved_bytes, tried.staying_bytes).settled()
             assert places is not None
-            schedule = overlapped(self.problem, places.schedule(), self.budget_bytes)
-            timeline = simulate(self.problem, schedule)
+            schedule, timeline = overlapped(self.problem, places.schedule(), self.budget_bytes)
             assert timeline.peak_bytes <= self.budget_bytes
             host = place_host_copies(self.problem.graph, schedule)
             if self._fits_host(host.size_bytes) and timeline.time_s < self.under_s:
@@ -191,8 +203,7 @@ class _CopySearch:
         for places in placements(self.problem, order, self.budget_bytes, self.flat, self.movables):
             time_s, host_peak_bytes = places.lanes()
             if self.overlaps:
-                schedule = overlapped(self.problem, places.schedule(), self.budget_bytes)
-                time_s = simulate(self.problem, schedule).time_s
+                time_s = overlapped(self.problem, places.schedule(), self.budget_bytes)[1].time_s
             if time_s < self.under_s and self._fits_host(host_peak_bytes):
                 self.found.append(_Tried(time_s, solver, order, places.saved_bytes, places.staying_bytes))
                 faster |= time_s < self.limit_s

@@ -23,10 +23,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memplan.problem.data import Op, Problem
-from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Step, SurfaceGrads, Wait
+from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Step, SurfaceGrads, Timeline, Wait
 from memplan.problem.simulate import simulate
 from memplan.solvers.orders.flat import Floats, Ints
 
+_AHEAD = (64, 4)  # gathers that may have started and are not waited for
 _LONGEST = 64  # ops of a head or a tail
 _ROUNDS = 4  # of rooms that are tried
 _REPEATED = 1.5  # gathers of parameters run again in backward
@@ -40,22 +41,29 @@ def hides(problem: Problem) -> bool:
     return _REPEATED * problem.network_s <= problem.without_network.baseline_time_s
 
 
-def overlapped(problem: Problem, schedule: Schedule, budget_bytes: int) -> Schedule:
+def overlapped(problem: Problem, schedule: Schedule, budget_bytes: int) -> tuple[Schedule, Timeline]:
     """The schedule with starts and waits of its collectives moved apart, within the budget.
 
     It is returned as it is where that does not make it faster. schedule: a legal one that peaks within the budget, and
     waits for each collective at once.
+
+    Gathers that start as early as they can may leave no room for gradients that wait to be reduced. So fewer of them
+    under way at once are tried, too.
     """
+    before = simulate(problem, schedule)
     if not problem.network_s:
-        return schedule
-    before, room_bytes = simulate(problem, schedule), budget_bytes
-    for _ in range(_ROUNDS):  # gradients that are handed over later may be held longer, which `_Overlap` does not count
-        moved = _Overlap(problem, schedule, room_bytes).moved()
-        after = simulate(problem, moved)
-        if after.peak_bytes <= budget_bytes:
-            return moved if after.time_s < before.time_s else schedule
-        room_bytes -= after.peak_bytes - budget_bytes
-    return schedule
+        return schedule, before
+    overlap, best, line = _Overlap(problem, schedule, before), schedule, before
+    for ahead in _AHEAD:
+        room_bytes = budget_bytes
+        for _ in range(_ROUNDS):  # gradients that are handed over later may be held longer, which is not counted
+            moved = overlap.moved(room_bytes, ahead)
+            after = simulate(problem, moved)
+            if after.peak_bytes <= budget_bytes:
+                best, line = (moved, after) if after.time_s < line.time_s else (best, line)
+                break
+            room_bytes -= after.peak_bytes - budget_bytes
+    return best, line
 
 
 @dataclass(slots=True)
@@ -94,13 +102,11 @@ class _Overlap:
     - lane: (position, number, seconds) of starts, in order.
     """
 
-    def __init__(self, problem: Problem, schedule: Schedule, budget_bytes: int) -> None:
-        self.problem, self.graph, self.steps, self.budget_bytes = problem, problem.graph, schedule, budget_bytes
+    def __init__(self, problem: Problem, schedule: Schedule, timeline: Timeline) -> None:
+        self.problem, self.graph, self.steps = problem, problem.graph, schedule
         self.turn, self.end = schedule.index(Boundary()), len(schedule)
-        timeline = simulate(problem, schedule)
-        self.held: Ints = np.array(timeline.peak_bytes_at, dtype=np.int64)
-        self.live: Ints = np.array((0, *timeline.live_bytes), dtype=np.int64)
-        self.held_before, self.live_before = self.held.copy(), self.live.copy()
+        self.held_before: Ints = np.array(timeline.peak_bytes_at, dtype=np.int64)
+        self.live_before: Ints = np.array((0, *timeline.live_bytes), dtype=np.int64)
         runs = {position: step.op for position, step in enumerate(schedule) if isinstance(step, Compute)}
         self.ran = {position: self.graph.ops[op] for position, op in runs.items()}
         self.time_s = {position: problem.costs.time_s[op] for position, op in runs.items()}
@@ -109,7 +115,6 @@ class _Overlap:
         seconds = np.zeros(self.end)
         seconds[self.computing] = [self.time_s[p] for p in self.computing]
         self.begin_s: Floats = np.concatenate([[0.0], np.cumsum(seconds)])
-        self.clock = self.begin_s.copy()
         self.touching: dict[int, list[int]] = defaultdict(list)
         self.making: dict[int, list[int]] = defaultdict(list)
         self.surfacing: dict[int, int] = {}
@@ -120,19 +125,21 @@ class _Overlap:
                 self.making[value].append(position)
             if isinstance(step, SurfaceGrads):
                 self.surfacing |= dict.fromkeys(step.values, position)
-        self.lane: list[tuple[int, int, float]] = []
 
-    def moved(self) -> Schedule:
-        """The schedule with its collectives moved."""
-        flights = self._flights()
-        self.lane = [(f.start, number, self.time_s[f.start]) for number, f in enumerate(flights)]
+    def moved(self, budget_bytes: int, ahead: int) -> Schedule:
+        """The schedule with its collectives moved. ahead: gathers that may have started and are not waited for."""
+        self.budget_bytes, flights = budget_bytes, self._flights()
+        self.held, self.live, self.clock = self.held_before.copy(), self.live_before.copy(), self.begin_s.copy()
+        self.lane: list[tuple[int, int, float]] = [
+            (f.start, number, self.time_s[f.start]) for number, f in enumerate(flights)
+        ]
         latest_s, ends_s = np.inf, list[float]()  # of collectives, for nobody to wait for one or for later ones
         for flight in reversed(flights):
             if flight.limit is None:
                 latest_s = min(latest_s, self.begin_s[flight.use])
             ends_s.insert(0, float(latest_s))
             latest_s -= self.time_s[flight.start]
-        first = 0
+        first, waits = 0, [0] * ahead
         for number, (flight, end_s) in enumerate(zip(flights, ends_s, strict=True)):
             if flight.limit is None:
                 size_bytes, begin = self._read_bytes(flight), flight.until
@@ -140,8 +147,9 @@ class _Overlap:
                     flight.until += 1  # the wait comes as late as there is room for what the collective reads
                 self._add(begin, flight.until, size_bytes)
                 late_s = self.clock[flight.until] - self.begin_s[flight.until]
-                self._place_start(flight, number, max(first, flight.earliest), end_s + late_s)
+                self._place_start(flight, number, max(first, waits[-ahead], flight.earliest), end_s + late_s)
                 first = max(first, flight.at)
+                waits.append(flight.until)
         for number, flight in enumerate(flights):
             if flight.limit is not None:
                 if flight.parent is not None and flight.parent.until > flight.until:
