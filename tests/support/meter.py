@@ -53,7 +53,7 @@ class LiveMeter(TorchDispatchMode):
     def register(self, tensors: Any) -> None:
         """Count tensors (in any nesting of containers) that exist already."""
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor) and not tensor._is_zerotensor():  # those have no memory
+            if isinstance(tensor, torch.Tensor) and not (tensor._is_zerotensor() or tensor.is_meta):  # without memory
                 self._see(part_here(tensor).untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
