@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -32,6 +33,8 @@ from memplan.planning.settings import Settings
 from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
+from memplan.runtime.ranks.sharded_model import ShardedModel
+from memplan.runtime.trial.local_collectives import LocalCollectives
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
@@ -45,8 +48,7 @@ class Capturing:
 
     - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
       then captured with the branches that it took and the caches that it left.
-    - looks: if a call can't be traced, run forward once on the sample and make the call an island.
-    - grouped: other ranks plan the same steps. They might see something else, so forward isn't run then.
+    - grouped, alone: whether other ranks plan the same steps. They do if parameters are sharded, too.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
@@ -60,8 +62,9 @@ class Capturing:
     ) -> None:
         self._model, self._forward, self.grouped = model, forward, grouped
         self._settings, self._placement = settings, placement
-        self.looks = not grouped and settings.shards is None
-        self.decides = self.looks and settings.in_flight == 1
+        self.alone = not grouped and settings.shards is None
+        self._looks = settings.shards is None or isinstance(settings.shards, ShardedModel)
+        self.decides = self.alone and settings.in_flight == 1
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._known = KnownIslands()
@@ -225,7 +228,7 @@ class Capturing:
 
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         # One run does not tell how islands go with sizes.
-        looks = self.looks and is_real and (not varying or self._known.islands is not NO_ISLANDS)
+        looks = self._looks and is_real and (not varying or self._known.islands is not NO_ISLANDS)
         look = functools.partial(self._look_at_forward, sample)
         loop = TraceLoop(
             self._model, self._forward, sample, options, self._known, look, self.decides and is_real, looks
@@ -233,8 +236,9 @@ class Capturing:
         captured = loop.captured()
         if isinstance(captured, UnsupportedModel):
             cause, ours = captured.__cause__, (MemplanError, *private.DATA_DEPENDENT_ERRORS)
-            if looks and not varying and not (cause is None or self._known.compiled or isinstance(cause, ours)):
-                found = look()
+            may_be_own = not (cause is None or self._known.compiled or isinstance(cause, ours))
+            if self.alone and looks and not varying and may_be_own:
+                found = look(NO_ISLANDS, contextlib.nullcontext())
                 if isinstance(found, ForwardFails) and type(found.error) is type(cause):
                     raise found  # forward raises it without a plan too
             return captured
@@ -262,17 +266,22 @@ class Capturing:
         return sample if isinstance(sample, Call) else CallReader(self._run).read_sample(sample)
 
     def _look_at_forward(
-        self, sample: Sample | Call, islands: Islands = NO_ISLANDS
+        self, sample: Sample | Call, islands: Islands, watching: contextlib.AbstractContextManager[None]
     ) -> OneForward | ForwardFails | UnsupportedModel:
-        """Run forward where its parameters are, to see what it does beside islands; or what goes wrong in it."""
+        """Run forward where its parameters are, to see what it does beside islands; or what goes wrong in it.
+
+        watching: entered where collectives are made up already.
+        """
         model, run, device, call = self._model, self._run, self._placement.device, self.call_of(sample)
+        shards = self._settings.shards
+        gathering = contextlib.nullcontext() if shards is None else shards.tracing()
 
         def look() -> OneForward:
             if device is None or not self._placement.host:
                 here = call.detached(None if device is None else model_device(model))
-                with torch.enable_grad():
+                with torch.enable_grad(), gathering, LocalCollectives(), watching:
                     return one_forward(model, run, here, None, islands)
-            with torch.no_grad():
+            with torch.no_grad(), LocalCollectives(), watching:
                 fetched = FetchedWhereUsed(self._placement.away(), device, model)
                 return one_forward(model, run, call.detached(device), fetched, islands)
 

@@ -203,7 +203,7 @@ class Planner:
             if isinstance(captured, UnsupportedModel):
                 return self._unplanned.step(sample, known, captured)
             found = self._unsearched(captured, known, share)
-        if share is None and self.capturing.looks:  # other ranks may run collectives in another order
+        if share is None and self.capturing.alone:  # other ranks may run collectives in another order
             for op in captured.traced.graph.ops:
                 if op.is_collective:
                     raise UnsupportedModel(

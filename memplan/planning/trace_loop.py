@@ -37,6 +37,10 @@ from memplan.runtime.program.in_flight import Written
 from memplan.runtime.trial.island_runs import IslandRuns
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward
 
+LooksAtForward = Callable[
+    [Islands, contextlib.AbstractContextManager[None]], OneForward | ForwardFails | UnsupportedModel
+]
+
 
 @dataclass
 class KnownIslands:
@@ -57,8 +61,8 @@ class KnownIslands:
 class TraceLoop:
     """Traces one call until a trace succeeds, or nothing is left to try.
 
-    - decides: forward may run on the sample to show its branches and caches.
-    - looks: forward may run on the sample to show islands.
+    - decides: forward may run on the sample to show its branches.
+    - looks: forward may run on the sample to show islands, and caches that it fills.
     """
 
     def __init__(
@@ -68,11 +72,11 @@ class TraceLoop:
         sample: Sample | Call,
         options: CaptureOptions,
         known: KnownIslands,
-        look_at_forward: Callable[[Islands], OneForward | ForwardFails | UnsupportedModel],
+        look_at_forward: LooksAtForward,
         decides: bool,
         looks: bool,
     ) -> None:
-        """look_at_forward: runs forward on the sample, and notes no reads within these islands."""
+        """look_at_forward: runs forward on the sample within a context, and notes no reads within these islands."""
         self._model, self._forward, self._sample, self._options = model, forward, sample, options
         self._run = forward if options.loss_fn is None else functools.partial(options.loss_fn, model)
         self._known, self._look_at_forward, self._decides, self._looks = known, look_at_forward, decides, looks
@@ -108,7 +112,7 @@ class TraceLoop:
                 self._requiring = way.positions
             elif isinstance(way, TakeBranches) and self._decides and not self._branches:
                 self._seen, self._branches, self._requiring = None, True, ()
-            elif isinstance(way, StateChanges) and way.at_first and self._decides and self._cached is None:
+            elif isinstance(way, StateChanges) and way.at_first and self._looks and self._cached is None:
                 self._cached = refusal
                 self._restart()
             elif isinstance(refusal, private.FixedSize) or isinstance(refusal.__cause__, private.FixedSize):
@@ -147,7 +151,7 @@ class TraceLoop:
 
     def _look_or_raise(self) -> OneForward:
         """What a run of forward on the sample shows. Raises what goes wrong in it."""
-        found = self._look_at_forward(self._islands)
+        found = self._look_at_forward(self._islands, contextlib.nullcontext())
         if not isinstance(found, OneForward):
             raise found
         return found
@@ -179,8 +183,7 @@ class TraceLoop:
         device = self._options.device or model_device(self._model)
         run = IslandRuns(self._model, frozenset(callables), self._given, device, reasons, self._known.layers)
         self._saw_islands = True
-        with run.watching():
-            shown = self._look_at_forward(NO_ISLANDS)
+        shown = self._look_at_forward(NO_ISLANDS, run.watching())
         if not isinstance(shown, OneForward):
             log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), shown)
             return False

@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from memplan.torch_private.dtensors import is_of_dtensors
+
 _P = ParamSpec("_P")
 
 _T = TypeVar("_T")
@@ -134,8 +136,9 @@ def run_in_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None)
 
 
 class RealOps(TorchDispatchMode):
-    """A dispatch mode for a model that runs with real data.
+    """A dispatch mode for a model that runs with real data. Its handler is `on_op(func, args, kwargs)`.
 
+    An op on DTensors comes to the handler as the ops on the parts that are here, and the collectives between them.
     A higher-order op (`torch.cond`, `scan`) comes to the handler as an op, and so do the ops that it runs. Such ops run
     through Dynamo, and compiled functions may run too. Under other modes Dynamo would skip their code, and go on to
     skip it for good.
@@ -150,10 +153,16 @@ class RealOps(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def run_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented if is_of_dtensors(types) else self.on_op(func, args, kwargs or {})
+
+    def run_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op in the handler as it runs without the mode."""
         if isinstance(func, HigherOrderOperator):
-            args, kwargs = pytree.tree_map_only(_FUNCTIONS, self._seen, (args, kwargs or {}))
+            args, kwargs = pytree.tree_map_only(_FUNCTIONS, self._seen, (args, kwargs))
         return run_in_mode(func, args, kwargs)
 
     def _seen(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from liger_kernel.transformers import LigerCrossEntropyLoss, LigerFusedLinearCrossEntropyLoss
 from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch_geometric.nn import GATConv, GCNConv
 from triton.runtime.interpreter import GridExecutor
 
@@ -19,7 +21,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.step import PlannedStep
 from tests.support.meter import LiveMeter
 from tests.support.plannings import plannings
-from tests.support.zoo import assert_same_bits, run_steps
+from tests.support.zoo import assert_same_bits, copied, run_steps
 
 pytestmark = pytest.mark.kernels
 
@@ -119,6 +121,35 @@ def test_liger(loss: str) -> None:
     plan = planned_like_plain(Model(loss), sample)
     assert any("Liger" in line for line in plan.islands)
     assert plan.peak_bytes < 0.75 * plan.baseline_peak_bytes
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "fused linear cross entropy", "rotary"])
+def test_liger_in_units_of_fully_shard(loss: str, one_rank: None) -> None:
+    def in_units() -> nn.Module:
+        torch.manual_seed(0)
+        net = Model(loss)
+        for unit in (*net.blocks, net):
+            fully_shard(unit)
+        return net
+
+    sample = torch.randint(0, 64, (2, 32)), torch.randint(0, 64, (2, 32))
+    plain, planned = in_units(), in_units()
+    memplan.apply(planned, sample, "min", costs="estimate")
+    plan = memplan.plan_of(planned)
+    assert plan is not None and any("Liger" in line for line in plan.islands) and plan.recomputed
+    for _ in range(3):
+        losses = [net(*sample) for net in (plain, planned)]
+        for each in losses:
+            each.backward()
+        grads = [[copied(p.grad.to_local()) for p in net.parameters()] for net in (plain, planned)]  # type: ignore[union-attr, operator]
+        assert_same_bits((losses[0], grads[0]), (losses[1], grads[1]))
 
 
 @pytest.mark.parametrize("loss", ["cross entropy", "fused linear cross entropy"])

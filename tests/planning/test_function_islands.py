@@ -588,3 +588,67 @@ def test_what_an_autograd_function_puts_into_its_input_stays(budget: float | str
     assert memplan.plan_of(planned) is not None
     for _ in range(2):
         assert_same_bits(run_steps(plain, (x,), steps=1), run_steps(planned, (x,), steps=1))
+
+
+_KERNELS: dict[str, Any] = {}
+_SCALES: dict[str, float] = {}
+
+
+class _ByMean(torch.autograd.Function):
+    """Reads a number from its input, and finds its kernel in a table, which it fills, as what is compiled late does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        _KERNELS.setdefault("inner", np.tanh)
+        ctx.scale = 2.0 if x.sum().item() > 0 else 3.0
+        return torch.from_numpy(x.detach().numpy() * ctx.scale)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.scale  # type: ignore[no-any-return]
+
+
+class Dispatches(Net):
+    """Looks for what runs in a table, which a first run fills."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        if "outer" not in _KERNELS:
+            _KERNELS["outer"] = _ByMean.apply
+        return _KERNELS["outer"](x)  # type: ignore[no-any-return]
+
+
+class Calibrates(Net):
+    """Keeps a number of the first batch for all later ones."""
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        if "scale" not in _SCALES:
+            _SCALES["scale"] = float(x.detach().abs().mean())
+        return _ByMean.apply(x) * _SCALES["scale"]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_tables_that_a_first_run_fills_are_no_matter_of_islands() -> None:
+    for budget in ("min", 1.0):
+        torch.manual_seed(3)
+        net, x = Dispatches().train(), torch.randn(ROWS, WIDTH)
+        plain = copy.deepcopy(net)
+        _KERNELS.clear()
+        memplan.apply(net, x, budget, costs="estimate")
+        assert set(_KERNELS) == {"outer"}  # what the island leaves, it leaves when it runs
+        plan = memplan.plan_of(net)
+        assert plan is not None and [line.partition(" at ")[0] for line in plan.islands] == ["_ByMean"]
+        planned = steps(net, x)
+        assert set(_KERNELS) == {"outer", "inner"}
+        assert_same_bits(steps(plain, x), planned)
+
+
+def test_a_number_of_the_first_batch_that_forward_keeps() -> None:
+    torch.manual_seed(3)
+    net, batches = Calibrates().train(), [torch.randn(ROWS, WIDTH) for _ in range(3)]
+    plain = copy.deepcopy(net)
+    _SCALES.clear()
+    memplan.apply(net, batches[0], 0.9, costs="estimate")
+    found = []
+    for each in (net, plain):
+        _SCALES.clear()
+        found.append([steps(each, x) for x in reversed(batches)])
+    assert_same_bits(*found)

@@ -36,6 +36,7 @@ MODULES = (
     "tests.ranks.cells_sharded",
     "tests.ranks.cells_accumulated",
     "tests.ranks.cells_torchtitan",
+    "tests.ranks.cells_islands",
     "tests.ranks.cells_models",
     "tests.ranks.cells_fused",
 )

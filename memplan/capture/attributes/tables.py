@@ -169,9 +169,11 @@ def attributes_in_short(module: nn.Module) -> tuple[Any, ...]:
 
 def state_in_short(module: nn.Module, run: Any = None) -> tuple[Any, ...]:
     """Python state that the code of a module, or of `run`, may read, as far as it is cheap to compare."""
+    sharded = {name for name, p in module.named_parameters() if private.is_sharded(p)}  # which are whole while it runs
     return tuple(
         (name, tuple((k, _in_short(v)) for k, v in table.items() if k not in _OF_NO_CONCERN))
         for name, table in attribute_tables(module, run=run)
+        if name not in sharded
     )
 
 

@@ -68,8 +68,7 @@ class FetchedWhereUsed(RealOps):
                 own.update(found)
         self._exchanged.clear()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         written = list(written_by(func, args, kwargs))
         if not getattr(func, "is_view", False) and not any(storage_key(t) in self._host for t in written):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fetched, (args, kwargs))

@@ -41,6 +41,7 @@ from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
+from memplan.runtime.trial.local_collectives import is_collective
 from memplan.runtime.trial.unplanned_peak import KnownGenerators
 from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.runtime.watch.meter import LiveMeter
@@ -84,6 +85,7 @@ class IslandRuns(private.RealOps):
         self._within = False
         self._reads = self._shapes = 0  # of numbers from data, and of results whose shapes depend on data
         self._writes = 0  # to what forward has not made
+        self._collectives = 0
         self._hidden: set[int] = set()  # buffers to which ops write without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._inside = set[int]()  # memory that the running call is given, or has made
@@ -107,13 +109,14 @@ class IslandRuns(private.RealOps):
         with private.functions_applied_by(self._apply), exchanged, self._memory, known, self:
             yield
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
             if storage_key(tensor) not in self._made:
                 self._memory.keep(tensor)
                 self._writes += storage_key(tensor) not in {storage_key(b) for b in self._model.buffers()}
         hidden = op_facts.HIDDEN_WRITES.get(func, ((), 0))[0]
         self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
+        self._collectives += is_collective(func)
         result = self.run_op(func, args, kwargs)
         given = _memory_of((args, kwargs))
         self._note_behind(given)
@@ -198,7 +201,8 @@ class IslandRuns(private.RealOps):
         - instance: the module that is called.
         """
         name = name_of(called)
-        names = {id(p): own for own, p in self._model.named_parameters()}
+        # A unit of `fully_shard` has the whole parameters in the place of its own ones while forward runs.
+        names = {id(p): own for own, p in self._model.named_parameters() if isinstance(p, nn.Parameter)}
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, python_before = held_rng(self._device), python_generators()
         autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
@@ -224,6 +228,7 @@ class IslandRuns(private.RealOps):
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
         writes, island.varies, written = self._writes, False, WrittenArguments(tensors, arguments.given)
+        collectives = self._collectives
         self._inside, self._behind = set(_memory_of(tensors)), {}
         self._within = True
         try:
@@ -240,16 +245,19 @@ class IslandRuns(private.RealOps):
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
         island.alike, island.once = repeats and self._writes == writes, not repeats or drew
         island.loose = island.varies or drew or self._reads > reads
+        outputs = pytree.tree_leaves(returned)
         if isinstance(called, NamedFunction):
-            island.in_place = written.returned(pytree.tree_leaves(returned))
+            island.in_place = written.returned(outputs)
         self._within = True
         try:
+            if self._collectives > collectives or any(map(private.is_sharded, (*tensors, *outputs))):
+                raise Refusal(f"{island.title} runs collectives, or is given DTensors")
             is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
             unseen = written.unseen()
             if unseen and not is_function:
                 raise Refusal(f"{island.title} writes to its arguments")
             island.writes |= unseen  # as Liger's does, which has gradients in the place of logits, and saves them
-            self._refuse(island, arguments, instance, autocast, pytree.tree_leaves(returned))
+            self._refuse(island, arguments, instance, autocast, outputs)
             if not (behind - buffers_now).isdisjoint(self._made):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:

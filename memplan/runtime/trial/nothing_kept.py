@@ -84,8 +84,8 @@ class WritesUndone(private.RealOps):
     def written(self) -> tuple[torch.Tensor, ...]:
         return tuple(self._memory.written)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        for tensor in written_by(func, args, kwargs):
             if storage_key(tensor) in self._watched:
                 self._memory.keep(tensor)
         return self.run_op(func, args, kwargs)

@@ -53,7 +53,7 @@ def one_forward(
 ) -> OneForward:
     """Run forward once on a call, within the context `around`. Nothing of that run stays.
 
-    islands: calls whose reads from tensors are not noted.
+    islands: calls of which neither reads from tensors are noted, nor what they leave in Python.
 
     Raises ForwardFails where forward raises.
     """
@@ -62,18 +62,25 @@ def one_forward(
         buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
         reads = NotedReads()
+        shown = {island.called: island for island in islands.calls}
 
-        def unheard(called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
-            with reads.paused():
+        @contextlib.contextmanager
+        def unheard(called: Any) -> Iterator[None]:
+            """A context for the call of an island: what it reads, and leaves in Python, is no concern of forward."""
+            with _paused(reads, data), shown[called].kept(model) if called in shown else contextlib.nullcontext():
+                yield
+
+        def run_it(called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
+            with unheard(called):
                 return original(*args, **kwargs)
 
         def apply(function: Any, args: tuple[Any, ...], original: Forward) -> Any:
-            with reads.paused() if function in islands.callables else contextlib.nullcontext():
+            with unheard(function) if function in islands.callables else contextlib.nullcontext():
                 return original(*args)
 
         with (
             around or contextlib.nullcontext(),
-            calls_exchanged(model, islands.callables, unheard),
+            calls_exchanged(model, islands.callables, run_it),
             private.functions_applied_by(apply),
             data,
             reads,
@@ -124,30 +131,34 @@ def nothing_saved() -> contextlib.AbstractContextManager[object]:
     return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, unpacked)
 
 
+@contextlib.contextmanager
+def _paused(*watching: NotedReads | DataFollowed) -> Iterator[None]:
+    """A context in which these note no reads."""
+    before = [one.is_paused for one in watching]
+    for one in watching:
+        one.is_paused = True
+    try:
+        yield
+    finally:
+        for one, was in zip(watching, before, strict=True):
+            one.is_paused = was
+
+
 class NotedReads(private.RealOps):
     """Notes the numbers that are read from tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.answers: list[Answer] = []
-        self._is_paused = False
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """A context in which nothing is noted."""
-        before, self._is_paused = self._is_paused, True
-        try:
-            yield
-        finally:
-            self._is_paused = before
+        self.is_paused = False
 
     def __enter__(self) -> NotedReads:
         self._depth = stack_depth()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = self.run_op(func, args, kwargs)
-        if func is private.READ_SCALAR and not self._is_paused:
+        if func is private.READ_SCALAR and not self.is_paused:
             self.answers.append(Answer(result, lines_within(self._depth)))
         return result
 
@@ -155,24 +166,24 @@ class NotedReads(private.RealOps):
 class DataFollowed(private.RealOps):
     """Follows the data of some tensors, and random numbers.
 
-    was_read: whether numbers were read from tensors that they reached.
+    was_read: whether numbers were read from tensors that they reached, while it was not paused.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.was_read = False
+        self.was_read = self.is_paused = False
         self._reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
 
     def reached(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on the data."""
         return tensor in self._reached
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         result = self.run_op(func, args, kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         unseen = isinstance(func, private.HigherOrderOperator)  # it reads numbers, and tensors that it isn't given
-        if unseen or any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs or {}):
-            self.was_read |= unseen or func is private.READ_SCALAR
-            for tensor in (*tensors_of(result), *written_by(func, args, kwargs or {})):
+        if unseen or any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs):
+            self.was_read |= not self.is_paused and (unseen or func is private.READ_SCALAR)
+            for tensor in (*tensors_of(result), *written_by(func, args, kwargs)):
                 self._reached[tensor] = True
         return result

@@ -132,8 +132,8 @@ class KnownGenerators(private.RealOps):
         super().__init__()
         self._known = own_generators(model)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for generator in [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Generator)]:
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        for generator in [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]:
             if not any(generator is known for known in self._known):
                 raise UnsupportedModel(
                     f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "

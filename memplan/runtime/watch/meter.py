@@ -47,7 +47,7 @@ class LiveMeter(RealOps):
         peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak_bytes
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = self.run_op(func, args, kwargs)
         self.register(out)
         return out
