@@ -89,13 +89,14 @@ class Capturing:
     def spare(self, sample: Sample | Call) -> bool:
         """Have islands checkpoint their layers, or themselves, from now on. Gives whether they can, and did not before.
 
-        They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state.
+        They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state. With
+        other ranks no step runs to see that: it would wait for them.
         """
         paths = [called for called in self._known.islands.callables if isinstance(called, str)]
         found = list[str]()
         for path in sorted(paths):  # the layers of a module, or else the module as a whole
             found += [f"{path}.{layer}" for layer in layers_of(self._model.get_submodule(path))] or [path]
-        if self._known.layers or not found or self._placement.host or self._known.compiled:
+        if not self.alone or self._known.layers or not found or self._placement.host or self._known.compiled:
             return False
         call = self.call_of(sample)
 

@@ -138,8 +138,20 @@ def compare_in_group(how: str) -> str | None:
     return next((d for b, run in runs.items() if (d := first_difference(plain, run, f"{b}: result"))), None)
 
 
+def plans_alone() -> str | None:
+    """A rank plans a sharded model with islands while the others do something else."""
+    net, batch = made("units")
+    if rank() == 0:
+        plans = [memplan.plan(net, batch, budget, costs="estimate") for budget in (1.0, "min")]
+        if not all(plan.islands for plan in plans):
+            return "no islands"
+    torch.distributed.barrier()
+    return None
+
+
 CELLS = {
     **{f"islands: {how}": Cell(functools.partial(compare_sharded, how)) for how in ("units", "units bf16")},
     **{f"islands: {how}": Cell(functools.partial(compare_in_group, how)) for how in ("group", "gathers")},
+    "islands: one rank plans alone": Cell(plans_alone),
     "islands: units of several lengths": Cell(functools.partial(compare_in_group, "units")),
 }
