@@ -13,8 +13,7 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.chain.expand import last_reads, outside_of
-from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy_orders
-from memplan.solvers.chain.hierarchy_options import best_options, plain_forward
+from memplan.solvers.chain.hierarchy import Hierarchy, best_options, hierarchy_orders, plain_forward
 from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, measured
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.front.methods import MethodTask, blocks

@@ -29,8 +29,7 @@ from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
 from memplan.solvers.orders.sketch import keep_all
-from memplan.solvers.search.exchange import exchange
-from memplan.solvers.search.neighbourhood import search_neighbours
+from memplan.solvers.search.neighbourhood import exchange, search_neighbours
 from tests.support.configs import with_figures
 from tests.support.parameters import examples
 from tests.support.random_graphs import (

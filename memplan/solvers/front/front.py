@@ -8,12 +8,15 @@ budget never costs time, because a budget takes the fastest point that fits.
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,8 +27,7 @@ from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.expand import baselines
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
-from memplan.solvers.numeric.compiling import tell_of_compilation, watching_compilation
-from memplan.solvers.numeric.threads import side_by_side
+from memplan.solvers.numeric.jit import tell_of_compilation, watching_compilation
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
@@ -46,6 +48,8 @@ class Progress(NamedTuple):
 
 Tell = Callable[[Progress], None]
 _LONG_OPS = 2000
+_Item = TypeVar("_Item")
+_LOOK_S = 0.1  # between looks at the clock
 _LONGEST = ("exact", "hierarchy")  # methods that start early, so that no core waits for them in the end
 
 
@@ -235,6 +239,42 @@ class _FrontSearch:
         bound_s = self.task.bound.time_s(budget)
         gap = min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
         self.tell(Progress(stage, done, gap))
+
+
+def side_by_side(
+    searches: Sequence[Iterator[_Item]], found: Sequence[list[_Item]], deadline_s: float, ended: Callable[[int], None]
+) -> None:
+    """Exhaust all searches, at most as many at once as there are cores; items go to the list at the same position.
+
+    Kernels run without the interpreter lock.
+
+    ended: called with the position of each search that is exhausted. What is found does not depend on the number of
+    cores. Raises TimeoutError at `deadline_s` of the monotonic clock, and what `ended`, a search or Ctrl-C raises;
+    then every search has stopped after an item, and what was found until then is there.
+    """
+    stop = threading.Event()
+
+    def exhaust(search: Iterator[_Item], into: list[_Item]) -> None:
+        while not stop.is_set():
+            try:
+                into.append(next(search))
+            except StopIteration:
+                return
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max(1, min(len(searches), cores)), "memplan") as pool:
+        running = {pool.submit(exhaust, search, into): i for i, (search, into) in enumerate(zip(searches, found))}
+        try:
+            while running:
+                done, _ = wait(running, _LOOK_S, FIRST_COMPLETED)
+                for future in sorted(done, key=running.__getitem__):
+                    future.result()
+                    ended(running.pop(future))
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _front(

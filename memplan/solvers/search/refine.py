@@ -22,8 +22,7 @@ from memplan.solvers.orders.flat import Flat
 from memplan.solvers.orders.replay import fill
 from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
-from memplan.solvers.search.exchange import exchange
-from memplan.solvers.search.neighbourhood import search_neighbours
+from memplan.solvers.search.neighbourhood import exchange, search_neighbours
 
 _CLOSE = 1e-3  # of the bound
 _PATIENCE = 5.0  # of the neighbours: how many in a row may be no better, for a gap as large as the bound
