@@ -27,12 +27,7 @@ _COMPOSITE = frozenset(getattr(aten, name).default for name in _NAMES if hasattr
 }  # fmt: skip
 
 
-def fusible_ops(traced: Traced) -> set[int]:
-    """The ops that can be fused, by index."""
-    return {index for index in range(len(traced.graph.ops)) if _is_fusible(traced, index)}
-
-
-def _is_fusible(traced: Traced, index: int) -> bool:
+def is_fusible(traced: Traced, index: int) -> bool:
     op, kernel = traced.graph.ops[index], traced.kernels[index]
     if op.random or op.effects or not op.recomputable or kernel.args is not kernel.repeat_args:
         return False

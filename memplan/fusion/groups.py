@@ -54,12 +54,7 @@ def phase_of_unit(step: StepGraph, unit: Unit) -> Phase:
     return step.traced.graph.ops[unit].phase if isinstance(unit, int) else unit.phase
 
 
-def grouped_units(step: StepGraph) -> list[Unit]:
-    """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
-    return _Grouper(step).units()
-
-
-class _Grouper:
+class Grouper:
     """Puts one node after the other into a group that is there, or into a new one."""
 
     def __init__(self, step: StepGraph) -> None:
@@ -81,6 +76,7 @@ class _Grouper:
                 self._place(node)
 
     def units(self) -> list[Unit]:
+        """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
         turn = {group: self._turn(members) for group, members in self._members.items()}
         graph = nx.DiGraph()
         graph.add_nodes_from(self._members)

@@ -51,7 +51,6 @@ class Lanes:
         self._updated_s = 0.0  # when the CPU is done with updates
 
     def compute(self, op: int) -> None:
-        """Run an op."""
         begin_s = self.time_s
         self.time_s += self.problem.costs.time_s[op]
         self._note("compute", op, begin_s, self.time_s)

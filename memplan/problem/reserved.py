@@ -32,19 +32,15 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
     """
-    found = []
-    for dropped in {frozenset[int](), _dropped(problem, schedule)}:
+    graph, backward, found = problem.graph, schedule[schedule.index(Boundary()) :], list[int]()
+    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
+    # Large outputs that are gone before backward where the caller keeps the loss alone.
+    large = frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
+    for dropped in {frozenset[int](), large}:
         allocator = CachingAllocator(expandable)
         _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
         found.append(allocator.peak_reserved_bytes)
     return max(found)
-
-
-def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
-    """Large outputs that are gone before backward where the caller keeps the loss alone."""
-    graph, backward = problem.graph, schedule[schedule.index(Boundary()) :]
-    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
-    return frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
 
 
 def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
@@ -68,14 +64,11 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
         return None
     outside = _makers_of_outputs(problem)
-    found = [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
-    one, _ = found[-1]
-    if one.missed:
-        outside |= {step.op for index in one.missed if isinstance(step := schedule[index], Compute)}
-        found += [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
-    candidates = [
-        Steering(one.arena_bytes, one.moves, outside, one.kept_bytes) for one, outside in found if not one.missed
-    ]
+    found = lead(_microbatches(problem, schedule, outside), expandable, outside)
+    if found[-1].missed:
+        outside |= {step.op for index in found[-1].missed if isinstance(step := schedule[index], Compute)}
+        found += lead(_microbatches(problem, schedule, outside), expandable, outside)
+    candidates = [one for one in found if not one.missed]
     if not candidates:
         return None
     reserved = [reserved_bytes(problem, schedule, expandable, steering) for steering in candidates]
@@ -160,7 +153,6 @@ class _Heap:
         return address
 
     def free(self, address: int) -> None:
-        """Free a block; 0 is none."""
         self._allocator.free(address)
 
 

@@ -5,9 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 from memplan.config import Config
+from memplan.problem.data import Problem
+from memplan.solvers.bounds.lower_bound import Bound, bound_of
+from memplan.solvers.orders.flat import flatten
 
 
 def with_figures(config: Config | None = None, **figures: int) -> Config:
     """The configuration with these fields of its `SearchFigures` changed."""
     config = config or Config()
     return dataclasses.replace(config, _figures=dataclasses.replace(config.figures, **figures))
+
+
+def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
+    """Bounds of a problem, as a search finds them."""
+    return bound_of(flatten(problem), problem.baseline_time_s, moments, cuts)

@@ -112,8 +112,7 @@ class FakeStreams:
                 event.run()
             self._run_some()
 
-    def finish(self, event: _FakeCopy) -> None:
-        self.wait(event)
+    finish = wait
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         with private.outside_of_tracing():  # no meter counts it, for it is not on the device

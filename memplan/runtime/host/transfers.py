@@ -42,7 +42,7 @@ class Transfers:
         self.standing = Standing()
         self.collectives: dict[int, torch.Tensor] = {}
         self._host: set[int] = set()
-        self._reads: dict[int, list[Any]] = {}  # by the address of what is read
+        self._reads: dict[int, list[Any]] = {}  # copies of parameters that live on the host, by the address of these
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, Any] = {}  # copies of gradients to the host that nobody has waited for, by address
 
@@ -70,32 +70,13 @@ class Transfers:
     def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Begin a copy. Source and target are kept alive until it has been waited for."""
         event = self.streams.copy(direction, source, target)
-        self._keep(slab, event, source, target)
-        return Ticket(event, target)
-
-    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
         self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
-
-    def wait(self, ticket: Ticket) -> torch.Tensor:
-        """Let what is computed from here on wait for a copy. Gives its target."""
-        if ticket.event is None:
-            return ticket.data
-        self.streams.wait(ticket.event)
-        self._kept.pop(id(ticket.event), None)
-        return ticket.data
-
-    def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
-        """Note that a copy reads a parameter that lives on the host."""
-        self._reads.setdefault(parameter.data_ptr(), []).append(ticket.event)
+        return Ticket(event, target)
 
     def reads_done(self, parameter: torch.Tensor) -> None:
         """Return when no copy reads this parameter, which lives on the host, so that it can be written to."""
         for event in self._reads.pop(parameter.data_ptr(), ()):
             self.streams.finish(event)
-
-    def arrives(self, gradient: torch.Tensor, event: Any) -> None:
-        """Note that a copy writes this gradient, which is on the host."""
-        self._arriving[gradient.data_ptr()] = event
 
     def arrived(self, gradient: torch.Tensor) -> None:
         """Return when a gradient can be read, if it is on the host."""
@@ -214,7 +195,7 @@ def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
     ticket = slab.transfers.begin(slab, "in", held, target)
     if isinstance(source, torch.Tensor):
-        slab.transfers.read(source, ticket)
+        slab.transfers._reads.setdefault(source.data_ptr(), []).append(ticket.event)
     return ticket
 
 
@@ -237,7 +218,10 @@ def leave(slab: Slab, began: Sequence[Contents], copies: Sequence[torch.Tensor])
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
     """The target of a copy. What follows waits for the copy."""
-    return slab.transfers.wait(ticket)
+    if ticket.event is not None:
+        slab.transfers.streams.wait(ticket.event)
+        slab.transfers._kept.pop(id(ticket.event), None)
+    return ticket.data
 
 
 def on_host(
@@ -245,7 +229,7 @@ def on_host(
 ) -> torch.Tensor:
     """A gradient on the host, which the CPU can read once it has `arrived`. stride: None is that of what was copied."""
     gradient = viewed_as(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
-    slab.transfers.arrives(gradient, ticket.event)
+    slab.transfers._arriving[gradient.data_ptr()] = ticket.event
     return gradient
 
 

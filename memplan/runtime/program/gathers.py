@@ -25,11 +25,6 @@ class Gathers:
         self.shards = shards
         self.users: Counter[int] = Counter()
 
-    def begin(self, parameter: nn.Parameter) -> Handle:
-        """Begin to gather a parameter for one more user."""
-        self.users[id(parameter)] += 1
-        return self.shards.gather(parameter)
-
     def end(self, parameter: nn.Parameter) -> None:
         """Note that one user has done with a parameter, and free it after the last."""
         self.users[id(parameter)] -= 1
@@ -48,30 +43,6 @@ class GatherSession:
         self._held: dict[str, tuple[nn.Parameter, Handle]] = {}
         weakref.finalize(self, _give_up, gathers, self._held).atexit = False
 
-    def gather(self, name: str) -> str:
-        """Begin to gather a parameter. Gives what `wait` takes."""
-        parameter = self._find(name)
-        assert isinstance(parameter, nn.Parameter)
-        assert name not in self._held, f"{name} is gathered twice"
-        self._held[name] = parameter, self._gathers.begin(parameter)
-        return name
-
-    def wait(self, name: str) -> torch.Tensor:
-        """The whole parameter, once its gather is done."""
-        parameter, handle = self._held[name]
-        handle.wait()
-        shard = self._gathers.shards.shard(parameter)
-        if shard is None or parameter.shape != shard.shape:
-            raise RuntimeError(
-                f"memplan: {name} has shape {tuple(parameter.shape)} after it was gathered. Somebody else frees it, or "
-                "changed its shape"
-            )
-        return parameter.detach()
-
-    def release(self, name: str) -> None:
-        """Note that this session has done with a parameter."""
-        self._gathers.end(self._held.pop(name)[0])
-
 
 def _give_up(gathers: Gathers, held: dict[str, tuple[nn.Parameter, Handle]]) -> None:
     for parameter, handle in held.values():
@@ -87,17 +58,30 @@ def open_gathers(store: Any) -> GatherSession:
 
 @private.with_function_modes
 def gather(session: GatherSession, name: str) -> str:
-    """Begin to gather the parameter called `name`."""
-    return session.gather(name)
+    """Begin to gather the parameter called `name`, for one more user. Gives what `gathered` takes."""
+    parameter = session._find(name)
+    assert isinstance(parameter, nn.Parameter)
+    assert name not in session._held, f"{name} is gathered twice"
+    session._gathers.users[id(parameter)] += 1
+    session._held[name] = parameter, session._gathers.shards.gather(parameter)
+    return name
 
 
 @private.with_function_modes
 def gathered(session: GatherSession, ticket: str) -> torch.Tensor:
     """The whole parameter. What follows waits for its gather."""
-    return session.wait(ticket)
+    parameter, handle = session._held[ticket]
+    handle.wait()
+    shard = session._gathers.shards.shard(parameter)
+    if shard is None or parameter.shape != shard.shape:
+        raise RuntimeError(
+            f"memplan: {ticket} has shape {tuple(parameter.shape)} after it was gathered. Somebody else frees it, or "
+            "changed its shape"
+        )
+    return parameter.detach()
 
 
 @private.with_function_modes
 def release(session: GatherSession, name: str) -> None:
-    """Free a gathered parameter, which nothing reads from here on."""
-    session.release(name)
+    """Let the session be done with a gathered parameter, which nothing reads from here on."""
+    session._gathers.end(session._held.pop(name)[0])

@@ -25,11 +25,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.problem.data import Problem
 from memplan.solvers.bounds.dual import BoundLine, Look, ascend
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import MomentProgram, StepMoments, asked, overtaken, program_of, step_of
-from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
+from memplan.solvers.orders.flat import Flat, Floats, Ints
 
 # Budgets tried, as shares of the way from the floor to the peak.
 _SPREAD = (0.8, 0.65, 0.5, 0.38, 0.26, 0.15, 0.06, 0.012)
@@ -79,18 +78,13 @@ class Bound:
         return self.baseline_s + max([0.0, *(line.at(budget_bytes) for line in self.lines)])
 
 
-def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
-    """Bounds of a problem.
+def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
+    """Bounds of a step.
 
+    - baseline_s: every op once.
     - moments: moments tried at each budget, more for short steps.
     - cuts: most lines that are kept.
     """
-    flat = flatten(problem)
-    return bound_of(flat, problem.baseline_time_s, moments, cuts)
-
-
-def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
-    """`lower_bound` of a problem that is flattened already."""
     fixed = backward_bytes(flat)
     floor_bytes = _floor(flat, fixed)
     if flat.op_count == flat.arrays.boundary or flat.lost_late:
@@ -109,8 +103,15 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     sets = [search.improve(b, tries, b in budgets[-_THOROUGH:]) for b in budgets]
     guides = search.exchange(budgets, sets)
     high = max([high, *(int(line.at_zero_s / line.s_per_byte) for line in waiting if line.s_per_byte > 0.0)])
-    lines = _envelope([*search.lines, *waiting], floor_bytes, high, cuts)
-    return Bound(baseline_s, floor_bytes, lines, guides)
+    lines = [*search.lines, *waiting]
+    if not lines or high <= floor_bytes:
+        return Bound(baseline_s, floor_bytes, (), guides)
+    # Those stay that are highest at as many budgets evenly apart; those that steepen come last.
+    at = np.linspace(floor_bytes, high, max(cuts, 2))
+    heights = np.array([line.at_zero_s for line in lines])[:, None] - np.outer([x.s_per_byte for x in lines], at)
+    best = np.unique(heights.argmax(axis=0))
+    kept = sorted((lines[int(i)] for i in best if heights[i].max() > 0.0), key=lambda line: line.s_per_byte)
+    return Bound(baseline_s, floor_bytes, tuple(kept), guides)
 
 
 def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
@@ -143,8 +144,17 @@ class _BoundSearch:
         self.looks: dict[tuple[int, ...], Look] = {}
 
     def improve(self, budget_bytes: int, tries: int, thorough: bool) -> tuple[int, ...]:
-        """Add moments to those of the last budget as long as that lifts the bound at this one; returns the moments."""
-        candidates = self._candidates(budget_bytes, tries)
+        """Add moments to those of the last budget as long as that lifts the bound at this one; returns the moments.
+
+        Candidates are backward ops above the budget: there the most bytes have to go, or the most of what is needed
+        has to, or the least can be held.
+        """
+        excess = (self.whole_bytes - budget_bytes).astype(np.float64)
+        share = excess / np.maximum(self.needed_bytes, 1)
+        narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
+        apart, each = len(excess) // (6 * tries), -(-tries // 3)
+        heights = (excess, share, narrow)
+        candidates = list(dict.fromkeys(b for height in heights for b in _peaks(height, each, apart)))
         for b in candidates:
             if b not in self.alone:
                 self.alone[b] = self._look((b,), budget_bytes)
@@ -190,18 +200,6 @@ class _BoundSearch:
         self.lines.append(line)
         return line
 
-    def _candidates(self, budget_bytes: int, count: int) -> list[int]:
-        """Backward ops above the budget that may be good moments.
-
-        There the most bytes have to go, or the most of what is needed has to, or the least can be held.
-        """
-        excess = (self.whole_bytes - budget_bytes).astype(np.float64)
-        share = excess / np.maximum(self.needed_bytes, 1)
-        narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
-        apart = len(excess) // (6 * count)
-        each = -(-count // 3)
-        return list(dict.fromkeys(b for height in (excess, share, narrow) for b in _peaks(height, each, apart)))
-
 
 def _peaks(height: Floats, count: int, apart: int) -> Iterator[int]:
     """The highest positions above zero, each more than `apart` from those before."""
@@ -227,17 +225,6 @@ def needed_bytes(flat: Flat) -> Ints:
                 total += int(a.size_bytes[v])
         found[b - a.boundary] = total
     return found
-
-
-def _envelope(lines: list[BoundLine], low: int, high: int, count: int) -> tuple[BoundLine, ...]:
-    """The lines that are highest at `count` budgets evenly apart, those that steepen last."""
-    if not lines or high <= low:
-        return ()
-    budgets = np.linspace(low, high, max(count, 2))
-    heights = np.array([line.at_zero_s for line in lines])[:, None] - np.outer([x.s_per_byte for x in lines], budgets)
-    best = np.unique(heights.argmax(axis=0))
-    kept = [lines[int(i)] for i in best if heights[i].max() > 0.0]
-    return tuple(sorted(kept, key=lambda line: line.s_per_byte))
 
 
 def needed_after(flat: Flat, first: int) -> frozenset[int]:

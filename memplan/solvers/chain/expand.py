@@ -25,7 +25,6 @@ class SolvedChain:
     """A chain with its options, and the recurrence's answer for every memory size.
 
     - front: its `seconds[m]` are seconds of recomputation with m slots beyond the residents.
-    - unit_bytes: bytes of one slot.
     - pieces: runs of ops that were expanded already, by the step of a plan.
     """
 
@@ -34,7 +33,6 @@ class SolvedChain:
     options: tuple[BlockOptions, ...]
     table: ChainTable
     front: ChainFront
-    unit_bytes: int
     pieces: dict[tuple[int, int], Ints] = field(default_factory=dict, compare=False)
 
 
@@ -81,7 +79,7 @@ def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int
     options = tuple(options_of(block) for block in blocks)
     unit = max(1, -(-most_bytes // slots))
     table = chain_table(flat, chain, blocks, options, outside, unit)
-    return SolvedChain(chain, blocks, options, table, solve_chain(table, slots), unit)
+    return SolvedChain(chain, blocks, options, table, solve_chain(table, slots))
 
 
 def last_reads(flat: Flat) -> Ints:

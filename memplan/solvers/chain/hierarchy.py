@@ -75,9 +75,16 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFig
     - most_bytes: the peak of keeping everything, with no microbatch waiting; more is never needed.
     - figures: how far to search.
     """
-    a = flat.arrays
+    a, blocks, is_long = flat.arrays, figures.coarse_blocks, flat.op_count > _LONG_OPS
+    # Cuts at the top, and whether what is between them is left whole: all cuts, then ever fewer narrow ones.
+    several = [] if is_long else [(fine_cuts(flat, figures.fine_blocks), True)]
+    several.append((coarse_cuts(flat, blocks), True))
+    while blocks > 0:
+        cuts = coarse_cuts(flat, max(2, blocks))
+        several += [(layer_cuts(flat, cuts), False), (cuts, False)]
+        blocks //= _STRIDE if is_long else 2
     found: list[Sketch] = []
-    trees = Hierarchy(figures).orders(flat, keys, most_bytes, _granularities(flat, figures))
+    trees = Hierarchy(figures).orders(flat, keys, most_bytes, list(dict.fromkeys(several)))
     for order in itertools.chain([keep_all(flat)], trees):
         found.append(sketch_of(flat, "", order))
         yield order
@@ -97,19 +104,6 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFig
         target = low + (high - low) * step // count
         for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
             yield fill(a, sketch.order, target, _FILL_ROUNDS)
-
-
-def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
-    """Cuts at the top, and whether what is between them is left whole: all cuts, then ever fewer narrow ones."""
-    blocks = figures.coarse_blocks
-    found = [(coarse_cuts(flat, blocks), True)]
-    if flat.op_count <= _LONG_OPS:
-        found.insert(0, (fine_cuts(flat, figures.fine_blocks), True))
-    while blocks > 0:
-        cuts = coarse_cuts(flat, max(2, blocks))
-        found += [(layer_cuts(flat, cuts), False), (cuts, False)]
-        blocks //= 2 if flat.op_count <= _LONG_OPS else _STRIDE
-    return list(dict.fromkeys(found))
 
 
 class Hierarchy:

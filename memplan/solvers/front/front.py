@@ -91,7 +91,6 @@ class Front:
         return self.points[0]
 
     def joined(self, further: Candidate) -> Front:
-        """The front with a further candidate."""
         return dataclasses.replace(self, points=tuple(pareto([*self.points, further])))
 
     def best(self, budget_bytes: int | None) -> Candidate | None:
@@ -291,7 +290,6 @@ def _front(
 
 
 def _accounted(point: Candidate) -> Candidate:
-    """The candidate with the accountant's peak."""
     return dataclasses.replace(point, peak_bytes=point.timeline.peak_bytes)
 
 

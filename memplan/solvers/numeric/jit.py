@@ -32,8 +32,8 @@ from numba.core.registry import cpu_target
 from memplan.logs import log, show
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_SOLVERS = "memplan.solvers"
-_FOLDER = Path(__file__).parent.parent
+_PACKAGE = "memplan.solvers"
+_SOLVERS = Path(__file__).parent.parent
 _IMPORT = re.compile(r"^from memplan\.solvers\.([\w.]+) import", re.MULTILINE)
 
 
@@ -61,7 +61,7 @@ def digest_of_imports(path: Path) -> str:
     """Equal for equal contents of all modules of the solvers that this one imports from, and those import from."""
     digest = hashlib.sha256()
     for name in sorted(set(_IMPORT.findall(path.read_text()))):
-        other = _FOLDER.joinpath(*name.split(".")).with_suffix(".py")
+        other = _SOLVERS.joinpath(*name.split(".")).with_suffix(".py")
         digest.update(f"{name} {digest_of_imports(other)} ".encode())
         digest.update(other.read_bytes())
     return digest.hexdigest()[:8]
@@ -74,7 +74,7 @@ class _Compilations(Listener):
         self._began = began
 
     def on_start(self, event: Event) -> None:
-        if event.data["dispatcher"].py_func.__module__.startswith(_SOLVERS):
+        if event.data["dispatcher"].py_func.__module__.startswith(_PACKAGE):
             self._began()
 
     def on_end(self, event: Event) -> None:
@@ -93,10 +93,9 @@ def tell_of_compilation() -> None:
 
 
 def kernels() -> tuple[Dispatcher, ...]:
-    """All kernels."""
     found: dict[int, Dispatcher] = {}
-    solvers = importlib.import_module(_SOLVERS)
-    for info in pkgutil.walk_packages(solvers.__path__, f"{_SOLVERS}."):
+    solvers = importlib.import_module(_PACKAGE)
+    for info in pkgutil.walk_packages(solvers.__path__, f"{_PACKAGE}."):
         for thing in vars(importlib.import_module(info.name)).values():
             if isinstance(thing, Dispatcher):
                 found[id(thing)] = thing
