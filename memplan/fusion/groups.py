@@ -77,7 +77,12 @@ class Grouper:
 
     def units(self) -> list[Unit]:
         """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
-        turn = {group: self._turn(members) for group, members in self._members.items()}
+        turn: dict[int, int] = {}  # of each group: it runs as the first op of which something leaves it
+        for group, members in self._members.items():
+            members.sort(key=self._position.__getitem__)
+            inside = set(members)
+            leaving = [m for m in members if node_kind(m) == "extern" or any(u not in inside for u in readers_of(m))]
+            turn[group] = min((place_of_node(m).op for m in leaving), default=place_of_node(members[-1]).op)
         graph = nx.DiGraph()
         graph.add_nodes_from(self._members)
         graph.add_edges_from((group, after) for group in self._members for after in self._successors[group])
@@ -178,13 +183,6 @@ class Grouper:
                 seen.add(group)
                 stack.extend(self._successors[group])
         return False
-
-    def _turn(self, members: list[fx.Node]) -> int:
-        """When a group runs: as the first op of which something leaves it."""
-        members.sort(key=self._position.__getitem__)
-        inside = set(members)
-        leaving = [m for m in members if node_kind(m) == "extern" or any(u not in inside for u in readers_of(m))]
-        return min((place_of_node(m).op for m in leaving), default=place_of_node(members[-1]).op)
 
 
 def without_dead(step: StepGraph, units: list[Unit]) -> list[Unit]:

@@ -188,7 +188,10 @@ class StepGraph:
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         target, in_place = functional_target(kernel)
         args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda node: self.look(node, kernel.reads[node]))
-        copied = target is aten.copy.default and _lie_alike(args[0], args[1])
+        copied = target is aten.copy.default
+        if copied:  # to where it would lie in the same way
+            first, second = (node.meta["val"] for node in args[:2])
+            copied = first.device == second.device and (first.shape, first.stride()) == (second.shape, second.stride())
         results = [args[1]] if copied else self._expanded(target, args, kwargs)
         if results is None:
             return False
@@ -244,12 +247,6 @@ class StepGraph:
                 local[node] = self._call(node.target, args, kwargs, node.meta["val"], "view" if view else "computed")
         found = results if isinstance(results, (list, tuple)) else [results]
         return [None if result is None else local[result] for result in found]
-
-
-def _lie_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the tensors of two nodes are on one device, with equal shapes and strides."""
-    first, second = a.meta["val"], b.meta["val"]
-    return bool(first.device == second.device and first.shape == second.shape and first.stride() == second.stride())
 
 
 def is_sum_in_place(kernel: Kernel) -> bool:

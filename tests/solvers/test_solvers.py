@@ -354,7 +354,7 @@ def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path, monkeypa
     assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
     monkeypatch.undo()
     digest_of_imports.cache_clear()
-    exchange = Path(jit.__file__).parent.parent / "search" / "exchange.py"
+    exchange = Path(jit.__file__).parent.parent / "search" / "neighbourhood.py"
     assert digest_of_imports(exchange) != hashlib.sha256().hexdigest()[:8]
     assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"
 

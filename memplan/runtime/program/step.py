@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,19 +148,6 @@ class PlannedStep:
         """Set on the model what its first eager forward would set."""
         self.capture.settle(model)
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A context for forward, with numbers that it counts up. They are put back where it fails: it may run again."""
-        places = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
-        for table, key, added in places:
-            table[key] += added
-        try:
-            yield
-        except BaseException:
-            for table, key, added in places:
-                table[key] -= added
-            raise
-
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
         traced, numbers = self.capture.traced, self.numbers(call)
@@ -173,8 +159,15 @@ class PlannedStep:
                 table[key] = None
         for position in self.capture.requiring:
             call.tensors[position].requires_grad_()
-        with self._counted():
+        counters = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
+        for table, key, added in counters:
+            table[key] += added
+        try:
             outputs = self.runner(call.tensors, numbers)
+        except BaseException:  # forward may run again
+            for table, key, added in counters:
+                table[key] -= added
+            raise
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
         for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs, numbers), strict=True):
