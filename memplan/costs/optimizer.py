@@ -35,13 +35,6 @@ class OptimizerMemory(NamedTuple):
     requests: Blocks = ()
 
 
-def optimizer_needs(
-    optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
-) -> tuple[int, int]:
-    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), as `optimizer_memory` says."""
-    return optimizer_memory(optimizer, device, without)[:2]
-
-
 def optimizer_memory(
     optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
 ) -> OptimizerMemory:
@@ -73,7 +66,7 @@ def optimizer_memory(
 def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
     """Bytes that updating each parameter by itself allocates beyond its state, with parameters on `device`.
 
-    Raises UnsupportedModel as `optimizer_needs` does.
+    Raises UnsupportedModel as `optimizer_memory` does.
     """
     found: dict[torch.Tensor, int] = {}
     known: dict[Any, int] = {}

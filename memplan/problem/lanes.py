@@ -125,6 +125,8 @@ def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, floa
             _run(lanes, steps, own)
     for _ in arriving:
         lanes.finish()
+    if problem.in_flight == 1:
+        return lanes.time_s, lanes.stall_s
     ops = problem.graph.ops
     ran = [step.op for step in schedule if isinstance(step, Compute) and not ops[step.op].is_asynchronous]
     ran_s = total_s(problem.costs.time_s[op] for op in ran)

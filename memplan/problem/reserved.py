@@ -32,15 +32,19 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
     """
-    graph, backward, found = problem.graph, schedule[schedule.index(Boundary()) :], list[int]()
-    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
-    # Large outputs that are gone before backward where the caller keeps the loss alone.
-    large = frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
-    for dropped in {frozenset[int](), large}:
+    found = []
+    for dropped in {frozenset[int](), _dropped(problem, schedule)}:
         allocator = CachingAllocator(expandable)
         _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
         found.append(allocator.peak_reserved_bytes)
     return max(found)
+
+
+def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """Large outputs that are gone before backward where the caller keeps the loss alone."""
+    graph, backward = problem.graph, schedule[schedule.index(Boundary()) :]
+    read = {v for step in backward if isinstance(step, Compute) for v in graph.ops[step.op].inputs}
+    return frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
 
 
 def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
@@ -63,13 +67,7 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     taken = problem.takes_gradients or any(value.updates for value in graph.values)
     if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
         return None
-    values, producers, makers = graph.values, graph.producers(), set[int]()
-    for value in graph.outputs:
-        while (before := values[value].reuses) is not None:
-            value = before
-        if (maker := producers[value]) is not None and values[value].size_bytes > SMALL_BYTES:
-            makers.add(maker)
-    outside = frozenset(makers)  # make large blocks for the caller, which may be there when the next step begins
+    outside = _makers_of_outputs(problem)
     found = lead(_microbatches(problem, schedule, outside), expandable, outside)
     if found[-1].missed:
         outside |= {step.op for index in found[-1].missed if isinstance(step := schedule[index], Compute)}
@@ -100,6 +98,18 @@ def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int])
     trace = _Trace(outside)
     _run_microbatches(_Loop(problem, schedule, trace))
     return trace.microbatches
+
+
+def _makers_of_outputs(problem: Problem) -> frozenset[int]:
+    """Ops that make large blocks which the caller holds: those may be there when the next step begins."""
+    values, producers = problem.graph.values, problem.graph.producers()
+    found = set[int]()
+    for value in problem.graph.outputs:
+        while (before := values[value].reuses) is not None:
+            value = before
+        if (maker := producers[value]) is not None and values[value].size_bytes > SMALL_BYTES:
+            found.add(maker)
+    return frozenset(found)
 
 
 class _Heap:
@@ -235,20 +245,24 @@ class _Loop:
         seen: list[object] = []
         while len(seen) < _MOST_STEPS and not allocator.refused and (free := allocator.free_blocks) not in seen:
             seen.append(free)
-            waiting: list[_Microbatch] = []
-            in_flight = self.problem.in_flight
-            several = self.problem.accumulate or in_flight > 1
-            for _ in range(in_flight + several):  # so that as many are in flight as gradients of earlier ones are there
-                waiting.append(_Microbatch(self))
-                waiting[-1].run(self.forward, 0)
-                if len(waiting) == in_flight:
-                    waiting.pop(0).finish(self.backward)
-            for microbatch in waiting:
-                microbatch.finish(self.backward)
-            self._update()
-            for address in self.gradients.values():
-                self.allocator.free(address)
-            self.gradients.clear()
+            self._step()
+
+    def _step(self) -> None:
+        """Microbatches up to an optimizer's step, and that step."""
+        waiting: list[_Microbatch] = []
+        in_flight = self.problem.in_flight
+        several = self.problem.accumulate or in_flight > 1
+        for _ in range(in_flight + several):  # so that as many are in flight when there are gradients of earlier ones
+            waiting.append(_Microbatch(self))
+            waiting[-1].run(self.forward, 0)
+            if len(waiting) == in_flight:
+                waiting.pop(0).finish(self.backward)
+        for microbatch in waiting:
+            microbatch.finish(self.backward)
+        self._update()
+        for address in self.gradients.values():
+            self.allocator.free(address)
+        self.gradients.clear()
 
     def _update(self) -> None:
         """The optimizer's step, and what else comes after backward."""

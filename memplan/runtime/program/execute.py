@@ -24,8 +24,7 @@ from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
-from memplan.runtime.program.check import OtherBranch, run_checked
-from memplan.runtime.program.cuda_graphs import refuse_capture
+from memplan.runtime.program.check import OtherBranch, refuse_capture, run_checked
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.outputs import Outputs
