@@ -168,7 +168,6 @@ class Ticket:
 
 
 def open_slab(store: Any, size_bytes: int) -> Slab:
-    """Host memory for one forward and its backward."""
     return store.transfers.open(size_bytes)  # type: ignore[no-any-return]
 
 

@@ -52,7 +52,6 @@ def _give_up(gathers: Gathers, held: dict[str, tuple[nn.Parameter, Handle]]) -> 
 
 
 def open_gathers(store: Any) -> GatherSession:
-    """The gathers of one forward and its backward."""
     return GatherSession(store.gathers, store.__getitem__)
 
 

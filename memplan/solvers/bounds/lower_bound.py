@@ -28,7 +28,7 @@ import numpy as np
 from memplan.solvers.bounds.dual import BoundLine, Look, ascend
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import MomentProgram, StepMoments, asked, overtaken, program_of, step_of
-from memplan.solvers.orders.flat import Flat, Floats, Ints
+from memplan.solvers.orders.flat import Flat, Floats, Ints, last_reads
 
 # Budgets tried, as shares of the way from the floor to the peak.
 _SPREAD = (0.8, 0.65, 0.5, 0.38, 0.26, 0.15, 0.06, 0.012)
@@ -244,11 +244,7 @@ def backward_bytes(flat: Flat) -> Ints:
     inputs and outputs of microbatches that wait. Forward values do not count. Where a backward op overwrites one, its
     memory counts from then on.
     """
-    a = flat.arrays
-    last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
-    for op in range(a.boundary, flat.op_count):
-        for v in flat.reads[op]:
-            last_read[v] = op
+    a, last_read = flat.arrays, last_reads(flat)
     live = a.base_bytes + a.tangent_bytes - _given_back(flat, range(a.boundary), held=True)
     live += sum(int(a.size_bytes[v]) for op in range(a.boundary) for v in flat.makes[op] if a.held[v])
     fixed = [live]

@@ -13,7 +13,7 @@ from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_option
 from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import kernel
-from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.flat import Flat, Ints, last_reads
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import keep_all
 
@@ -80,15 +80,6 @@ def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int
     unit = max(1, -(-most_bytes // slots))
     table = chain_table(flat, chain, blocks, options, outside, unit)
     return SolvedChain(chain, blocks, options, table, solve_chain(table, slots))
-
-
-def last_reads(flat: Flat) -> Ints:
-    """The last op that reads each value, -1 where none does."""
-    found = np.full(len(flat.arrays.size_bytes), -1, dtype=np.int64)
-    for op, row in enumerate(flat.reads):
-        for v in row:
-            found[v] = op
-    return found
 
 
 def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:

@@ -16,7 +16,7 @@ from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
-from memplan.solvers.orders.flat import Flags, Flat, Ints
+from memplan.solvers.orders.flat import Arrays, Flags, Flat, Ints
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
 from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
@@ -75,11 +75,9 @@ def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[tuple[int, Flags]]:
     as kept. The sets heed later moments too, which a minimum cut at one moment does not.
     """
     a = flat.arrays
-    forward = (a.producer >= 0) & (a.producer < a.boundary) & ~a.overwritten
-    pinned = a.held.copy()
-    pinned[forward] |= ~a.rerunnable[a.producer[forward]]
+    pinned = _pinned(a)
     for guide in bound.guides:
-        early = pinned | (forward & asked(flat, range(a.boundary, guide.moment + 1)))
+        early = pinned | (~a.overwritten & asked(flat, range(a.boundary, guide.moment + 1)))
         early[guide.values] = pinned[guide.values]
         for share in _SHARES:
             saved = early.copy()
@@ -149,10 +147,7 @@ FAMILIES = (("rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hier
 def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:
     """Schedules that keep these forward values: what is missing is recomputed and kept, or kept for a while only."""
     flat, a = task.flat, task.flat.arrays
-    pinned = a.held.copy()
-    for v, op in enumerate(a.producer):
-        if 0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v]:
-            pinned[v] = True
+    pinned = _pinned(a)
     for kept in sets:
         saved = pinned.copy()
         saved[list(kept)] = True
@@ -160,6 +155,14 @@ def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) ->
             order = demand_order(a, saved, window, 4 * flat.op_count)
             if len(order):
                 yield sketch_of(flat, name, prune(a, order))
+
+
+def _pinned(a: Arrays) -> Flags:
+    """Values that stay in any case: somebody holds them, or they can't be made again."""
+    forward = (a.producer >= 0) & (a.producer < a.boundary) & ~a.overwritten
+    pinned = a.held.copy()
+    pinned[forward] |= ~a.rerunnable[a.producer[forward]]
+    return pinned
 
 
 def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
