@@ -49,7 +49,10 @@ def built_step(wanted: Wanted) -> Described:
     finally:
         sys.path[:] = before
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
-        raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {_shown(given)}", _NEXT)
+        returned = f"a {type(given).__name__}"
+        if isinstance(given, tuple):
+            returned = f"a tuple of {', '.join(type(part).__name__ for part in given) or 'nothing'}"
+        raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {returned}", _NEXT)
     model, sample, *loss_fn = given
     count = sum(p.numel() for p in model.parameters())
     title = f"{type(model).__name__} of {wanted.source}, {count / 1e6:.2f}e6 parameters"
@@ -95,9 +98,3 @@ def _called(function: Callable[[], Any], what: str) -> Any:
         frames = [f for f in frames if not f.filename.startswith("<frozen")]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         raise Mistake(what, f"{type(error).__name__}: {error}{where}", "repair that, and try it in Python") from error
-
-
-def _shown(given: Any) -> str:
-    if isinstance(given, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in given) or 'nothing'}"
-    return f"a {type(given).__name__}"

@@ -16,16 +16,42 @@ _LEAST_BYTES = 4096  # of what is worth it
 
 def donate(step: StepGraph, units: Sequence[Unit]) -> None:
     """Set what each group may write over what: position of an output -> that of the input."""
-    donor = _Donor(step, units)
+    kept = kept_outside(step)
+    reads = [set(bases_read(step.externs[u])) if isinstance(u, int) else set(u.inputs) for u in units]
+    makes = [set(step.externs[u].users) if isinstance(u, int) else set(u.outputs) for u in units]
+    phases = [phase_of_unit(step, unit) for unit in units]
+    last = {base: position for position, bases in enumerate(reads) for base in bases}
+    readers = Counter(base for bases in reads for base in bases)
+    tensors_of_value = Counter(value for value, _ in step.home.values())
+
+    def is_free(given: fx.Node, group: FusedGroup, position: int) -> bool:
+        """Whether nobody reads an input of a group once the group has run, in every schedule."""
+        if given in kept or last[given] != position or node_kind(given) not in ("result", "computed"):
+            return False
+        value = step.home.get(given, (None, None))[0]
+        if value is not None:
+            facts = step.traced.graph.values[value]
+            if tensors_of_value[value] != 1 or facts.role != "activation" or facts.held:
+                return False
+        if group.phase == "forward":
+            return readers[given] == 1
+        if place_of_node(given).phase == "backward":
+            return True
+        from_it = {given}  # what forward would make again from it: who reads that later needs the input, too
+        for bases, made, phase in zip(reads, makes, phases, strict=True):
+            if phase == "forward" and bases & from_it:
+                from_it |= made
+        return not any(bases & from_it for bases in reads[position + 1 :])
+
     for position, unit in enumerate(units):
         if isinstance(unit, int):
             continue
         unit.over = {}
         for o, output in enumerate(unit.outputs):
-            if output in donor.kept or bytes_of_node(output) < _LEAST_BYTES:
+            if output in kept or bytes_of_node(output) < _LEAST_BYTES:
                 continue
             for i, given in enumerate(unit.inputs):
-                if i not in unit.over.values() and _fits(given, output) and donor.is_free(given, unit, position):
+                if i not in unit.over.values() and _fits(given, output) and is_free(given, unit, position):
                     unit.over[o] = i
                     break
 
@@ -35,36 +61,3 @@ def _fits(given: fx.Node, output: fx.Node) -> bool:
     b: torch.Tensor = output.meta["val"]
     whole = a.untyped_storage().nbytes() == bytes_of_node(given) and a.is_contiguous() and b.is_contiguous()
     return whole and a.dtype == b.dtype and a.numel() == b.numel()
-
-
-class _Donor:
-    """Who reads which memory, and when. kept: what somebody outside of the step holds."""
-
-    def __init__(self, step: StepGraph, units: Sequence[Unit]) -> None:
-        self._step = step
-        self.kept = kept_outside(step)
-        self._reads = [set(bases_read(step.externs[u])) if isinstance(u, int) else set(u.inputs) for u in units]
-        self._makes = [set(step.externs[u].users) if isinstance(u, int) else set(u.outputs) for u in units]
-        self._phases = [phase_of_unit(step, unit) for unit in units]
-        self._last = {base: position for position, reads in enumerate(self._reads) for base in reads}
-        self._readers = Counter(base for reads in self._reads for base in reads)
-        self._tensors_of_value = Counter(value for value, _ in step.home.values())
-
-    def is_free(self, given: fx.Node, group: FusedGroup, position: int) -> bool:
-        """Whether nobody reads an input of a group once the group has run, in every schedule."""
-        if given in self.kept or self._last[given] != position or node_kind(given) not in ("result", "computed"):
-            return False
-        value = self._step.home.get(given, (None, None))[0]
-        if value is not None:
-            facts = self._step.traced.graph.values[value]
-            if self._tensors_of_value[value] != 1 or facts.role != "activation" or facts.held:
-                return False
-        if group.phase == "forward":
-            return self._readers[given] == 1
-        if place_of_node(given).phase == "backward":
-            return True
-        from_it = {given}  # what forward would make again from it: who reads that later needs the input, too
-        for reads, makes, phase in zip(self._reads, self._makes, self._phases, strict=True):
-            if phase == "forward" and reads & from_it:
-                from_it |= makes
-        return not any(reads & from_it for reads in self._reads[position + 1 :])

@@ -112,7 +112,8 @@ class FakeStreams:
                 event.run()
             self._run_some()
 
-    finish = wait
+    def finish(self, event: _FakeCopy) -> None:
+        self.wait(event)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         with private.outside_of_tracing():  # no meter counts it, for it is not on the device

@@ -42,7 +42,7 @@ class Transfers:
         self.standing = Standing()
         self.collectives: dict[int, torch.Tensor] = {}
         self._host: set[int] = set()
-        self._reads: dict[int, list[Any]] = {}  # copies of parameters that live on the host, by the address of these
+        self._reads: dict[int, list[Any]] = {}  # by the address of what is read
         self._kept: dict[int, _Kept] = {}
         self._arriving: dict[int, Any] = {}  # copies of gradients to the host that nobody has waited for, by address
 
@@ -70,8 +70,23 @@ class Transfers:
     def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Begin a copy. Source and target are kept alive until it has been waited for."""
         event = self.streams.copy(direction, source, target)
-        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+        self._keep(slab, event, source, target)
         return Ticket(event, target)
+
+    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+
+    def wait(self, ticket: Ticket) -> torch.Tensor:
+        """Let what is computed from here on wait for a copy. Gives its target."""
+        if ticket.event is None:
+            return ticket.data
+        self.streams.wait(ticket.event)
+        self._kept.pop(id(ticket.event), None)
+        return ticket.data
+
+    def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
+        """Note that a copy reads a parameter that lives on the host."""
+        self._reads.setdefault(parameter.data_ptr(), []).append(ticket.event)
 
     def reads_done(self, parameter: torch.Tensor) -> None:
         """Return when no copy reads this parameter, which lives on the host, so that it can be written to."""
@@ -194,7 +209,7 @@ def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
     ticket = slab.transfers.begin(slab, "in", held, target)
     if isinstance(source, torch.Tensor):
-        slab.transfers._reads.setdefault(source.data_ptr(), []).append(ticket.event)
+        slab.transfers.read(source, ticket)
     return ticket
 
 
@@ -217,10 +232,7 @@ def leave(slab: Slab, began: Sequence[Contents], copies: Sequence[torch.Tensor])
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
     """The target of a copy. What follows waits for the copy."""
-    if ticket.event is not None:
-        slab.transfers.streams.wait(ticket.event)
-        slab.transfers._kept.pop(id(ticket.event), None)
-    return ticket.data
+    return slab.transfers.wait(ticket)
 
 
 def on_host(

@@ -129,17 +129,8 @@ def hierarchy(task: MethodTask) -> Iterator[Sketch]:
         yield sketch_of(task.flat, "hierarchy", order)
 
 
-METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {
-    "rotor": rotor,
-    "cuts": cuts,
-    "blocks": blocks,
-    "exact": exact,
-    "flat": flat,
-    "moments": moments,
-    "hierarchy": hierarchy,
-}
-
-
+_ALL = (rotor, cuts, blocks, exact, flat, moments, hierarchy)
+METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {method.__name__: method for method in _ALL}
 # What is found in like ways, and is refined together.
 FAMILIES = (("rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
 

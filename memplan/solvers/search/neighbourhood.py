@@ -116,7 +116,12 @@ def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
 
     Either runs that follow one another in time, or all runs of ops that follow one another in the model.
     """
-    again = _repeated(a, order)
+    seen, repeated = np.zeros(len(a.time_s), dtype=np.bool_), np.zeros(len(order), dtype=np.bool_)
+    for i in range(len(order)):
+        if order[i] >= 0:
+            repeated[i] = seen[order[i]]
+            seen[order[i]] = True
+    again = np.nonzero(repeated)[0]
     if len(again) == 0:
         return order[:0]
     start = _below(state, len(again))
@@ -138,18 +143,6 @@ def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
             if first <= order[p] < first + count:
                 keep[p] = False
     return prune(a, order[keep])
-
-
-@kernel
-def _repeated(a: Arrays, order: Ints) -> Ints:
-    """Positions of runs that are not their op's first."""
-    seen = np.zeros(len(a.time_s), dtype=np.bool_)
-    again = np.zeros(len(order), dtype=np.bool_)
-    for p in range(len(order)):
-        if order[p] >= 0:
-            again[p] = seen[order[p]]
-            seen[order[p]] = True
-    return np.nonzero(again)[0]
 
 
 @kernel
