@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from torch import nn
 
 from memplan.command_line.described import Described, Wanted
 from memplan.command_line.outcomes import Mistake, nearest
 
+_T = TypeVar("_T")
 _NEXT = "let it return (model, sample) or (model, sample, loss_fn), as memplan.plan takes them"
 
 
@@ -71,8 +72,7 @@ def _module(place: str, source: str) -> ModuleType:
                 "it is neither installed nor in this folder",
                 "give package.module:function or path/file.py:function",
             )
-        module: ModuleType = _called(lambda: importlib.import_module(place), f"{place} can't be imported")
-        return module
+        return _called(lambda: importlib.import_module(place), f"{place} can't be imported")
     path = Path(place)
     if not path.is_file():
         raise Mistake(f"there is no file {place!r}", f"{source} names it", "give path/file.py:function")
@@ -85,11 +85,10 @@ def _module(place: str, source: str) -> ModuleType:
         spec.loader.exec_module(module)
         return module
 
-    loaded: ModuleType = _called(load, f"{place} can't be imported")
-    return loaded
+    return _called(load, f"{place} can't be imported")
 
 
-def _called(function: Callable[[], Any], what: str) -> Any:
+def _called(function: Callable[[], _T], what: str) -> _T:
     """What the function gives. What it raises becomes a Mistake, with the user's line in it."""
     try:
         return function()

@@ -19,7 +19,7 @@ from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import solve_front
-from memplan.solvers.chain.expand import baselines, expand, solved_chain
+from memplan.solvers.chain.expand import baselines, expand
 from memplan.solvers.chain.options import cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
@@ -30,7 +30,7 @@ from memplan.solvers.orders.replay import fill, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
 from memplan.solvers.orders.sketch import keep_all
 from memplan.solvers.search.neighbourhood import exchange, search_neighbours
-from tests.support.configs import lower_bound, with_figures
+from tests.support.configs import lower_bound, solved_chain, with_figures
 from tests.support.parameters import examples
 from tests.support.random_graphs import (
     StepBuilder,

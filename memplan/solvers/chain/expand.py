@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
-from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, localise
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, localise
 from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flat, Ints, last_reads
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import keep_all
-
-BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +48,13 @@ class Outside:
     incoming: tuple[tuple[int, ...], ...]
 
 
-def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
-                 orders: BlockOrders, option_limit: int) -> SolvedChain:  # fmt: skip
-    """Options of every distinct block, then the recurrence.
+def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+                options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
+    """Options of every block, then the recurrence.
 
     - most_bytes: beyond the residents, more is never needed.
     - slots: memory sizes told apart.
-    - orders: ways to run a block.
-    - option_limit: most options of a block that are kept.
     """
-    known: dict[tuple[object, ...], BlockOptions] = {}
-
-    def options_of(block: LocalBlock) -> BlockOptions:
-        if block.signature not in known:
-            known[block.signature] = block_options(block, orders(block), option_limit)
-        return known[block.signature]
-
-    return solved_with(flat, keys, chain, most_bytes, slots, options_of)
-
-
-def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
-                options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
-    """`solved_chain` with options from elsewhere."""
     last_read = last_reads(flat)
     outside = outside_of(flat, chain, last_read)
     places = zip(chain.blocks, outside.incoming, strict=True)

@@ -10,9 +10,9 @@ from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import asked
-from memplan.solvers.chain.expand import BlockOrders, expanded, solved_chain
+from memplan.solvers.chain.expand import expanded, solved_with
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
-from memplan.solvers.chain.options import LocalBlock, cut_orders
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
@@ -23,6 +23,7 @@ from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
 
 _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
 
+BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 _SHARES = (0.3, 0.7)  # how much of a value a programme of moments has to keep for it to count as kept
 
 
@@ -175,10 +176,16 @@ def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, 
     return tuple(kept[1:-1])
 
 
-def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
-                options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
-    chain, limit = make_chain(task.flat, positions), options or task.figures.options
-    beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
-    solved = solved_chain(task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, limit)
+def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int,
+                orders: BlockOrders, options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
+    known = dict[tuple[object, ...], BlockOptions]()
+
+    def options_of(block: LocalBlock) -> BlockOptions:
+        if block.signature not in known:
+            known[block.signature] = block_options(block, orders(block), options or task.figures.options)
+        return known[block.signature]
+
+    beyond, chain = max(1, task.most_bytes - task.flat.arrays.base_bytes), make_chain(task.flat, positions)
+    solved = solved_with(task.flat, task.keys, chain, beyond + beyond // 8, slots, options_of)
     for order in expanded(task.flat, solved, task.figures.sizes):
         yield sketch_of(task.flat, name, order)
