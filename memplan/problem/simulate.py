@@ -124,7 +124,6 @@ class _Machine:
         self.after: list[int] = []
         self.during: list[int] = []
         self.host_after: list[int] = []
-        self.host_peak = 0
         self.live_peak = self.live_bytes
         self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
 
@@ -338,7 +337,6 @@ class _Machine:
             raise self._illegal(f"{value.name} is resident on the device and is not offloaded")
         self.elsewhere[index] = True
         self.host_bytes += value.size_bytes
-        self.host_peak = max(self.host_peak, self.host_bytes)
         self._begin(index, "out")
 
     def _prefetch(self, index: int) -> None:
@@ -417,7 +415,7 @@ class _Machine:
             peak_step=during.index(peak) if peak in during else 0,
             time_s=time_s,
             host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),
-            host_peak_bytes=self.host_peak + waiting_on_host,
+            host_peak_bytes=max(self.host_after, default=0) + waiting_on_host,
             stall_s=stall_s,
             waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
         )

@@ -21,7 +21,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import GatherSpeed, Problem
 from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.problem.simulate import simulate
-from memplan.runtime.program.gathers import gathered
+from memplan.runtime.program.collectives import gathered
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten

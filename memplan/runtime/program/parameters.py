@@ -14,7 +14,7 @@ from memplan.capture.ops.layout import storage_key
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
-from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.collectives import Gathers
 
 
 class ParameterStore:

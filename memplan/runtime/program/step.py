@@ -21,9 +21,8 @@ from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.errors import MemplanError, Refused
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
-from memplan.runtime.program.collectives import GRADIENT, Collectives
+from memplan.runtime.program.collectives import GRADIENT, Collectives, Gathers
 from memplan.runtime.program.execute import Runner
-from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.sized_plan import SizedPlan
@@ -201,7 +200,6 @@ class EagerStep:
         return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
 
     def mismatch(self, call: Call) -> str | None:
-        """What keeps this step from serving a call, in words."""
         return self.arguments.mismatch(call) or self.modes.mismatch()
 
     @property
