@@ -48,9 +48,7 @@ _ROOT = 0  # the first node of the tree
 _LABELS = 96  # of the sweep that settles a node's most telling moment in whole values
 _OPEN, _APPRAISED, _EXPANDED, _DROPPED = 0, 1, 2, 3
 
-NodeHeap = list[
-    tuple[int, int, int]
-]  # (bound, step, -node): of equal bounds the least step first, then the latest node
+Queue = list[tuple[int, int, int]]  # (bound, step, -node): of equal bounds the least step first, then the latest node
 
 # Columns of a tree: step, words of the demand, ticks spent, bound, node before, move from there (op or -1 - step),
 # moment of its bound, state, next on the shelf.
@@ -193,12 +191,12 @@ def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int,
 
 
 @kernel
-def _push(tree: Ints, heap: NodeHeap, node: int) -> None:
+def _push(tree: Ints, heap: Queue, node: int) -> None:
     heappush(heap, (tree[node, _BOUND], tree[node, _STEP], -node))
 
 
 @kernel
-def _pop(tree: Ints, heap: NodeHeap) -> int:
+def _pop(tree: Ints, heap: Queue) -> int:
     """The open node of the least bound; -1 where there is none. An entry of another bound than its node's is stale."""
     while len(heap) > 0:
         bound, _step, last = heappop(heap)
@@ -281,9 +279,7 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
 
 
 @kernel
-def _expand(
-    space: Space, cell: Cell, bits: int, tree: Ints, heap: NodeHeap, table: Ints, node: int, tally: Ints
-) -> int:
+def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Queue, table: Ints, node: int, tally: Ints) -> int:
     """Make the nodes one move further; returns the most promising. tally: nodes made, best solution, its ticks."""
     ops, limit_bytes = space.ops, cell.limits[2]
     step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]

@@ -41,7 +41,7 @@ def refine(
     start = pareto(sketches)
     found = list(start)
     for sketch in start[: figures.descents]:
-        # Towards the floor in steps, smaller ones where a step fails: a target far out of reach misleads the search, for
+        # Towards the floor in steps, smaller ones where a step fails: a target far out of reach misleads the search, as
         # every recomputation then adds to the excess somewhere.
         new: list[Sketch] = []
         lowest, part = sketch, 4
