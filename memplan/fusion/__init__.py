@@ -3,7 +3,7 @@
 Enters: a `Traced` step. Leaves: a `Traced` step with fewer ops, whose bits do not depend on budget or schedule. Start
 with `fuse_step`, which reads as its stages:
 
-- `step_graph` writes the step as one functional graph (`fusible` says which ops can be fused).
+- `step_graph` says which ops can be fused, and writes the step as one functional graph.
 - `groups` joins what can run together.
 - `rematerialise` has backward make again what is cheap.
 - `donations` has results written over what is read for the last time.

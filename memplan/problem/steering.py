@@ -215,17 +215,14 @@ class _Leader:
         """Moves for a microbatch. No plugs are there before and after it."""
         found: Moves = {}
         for index, events in moments:
-            moves, is_homeless = self._lead(events)
-            if moves:
+            if moves := tuple(self._lead(index, events)):
                 found[index] = moves
-            if is_homeless:
-                self.missed.add(index)
         self.holes = self.holes.after((0, offset) for offset in self.plugs)
         self.plugs.clear()
         return found
 
-    def _lead(self, events: tuple[Request | Release, ...]) -> tuple[tuple[Move, ...], bool]:
-        """Moves before the events of one step, which are then done; and whether a block had no place."""
+    def _lead(self, index: int, events: tuple[Request | Release, ...]) -> list[Move]:
+        """Moves before the events of one step, which are then done."""
         requests = [event for event in events if isinstance(event, Request)]
         moves = [(0, p) for p, n in self.plugs.items() if any(self._meets(p, n, r) for r in requests)]
         holes = self.holes.after(moves)
@@ -258,7 +255,8 @@ class _Leader:
                 self.plugs[offset] = size_bytes
             else:
                 del self.plugs[offset]
-        return tuple(moves), is_homeless
+        self.missed |= {index} if is_homeless else set()
+        return moves
 
     def _meets(self, plug: int, size_bytes: int, request: Request) -> bool:
         target = self.targets[request.name]

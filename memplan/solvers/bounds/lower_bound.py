@@ -19,7 +19,6 @@ others came to).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -152,9 +151,14 @@ class _BoundSearch:
         excess = (self.whole_bytes - budget_bytes).astype(np.float64)
         share = excess / np.maximum(self.needed_bytes, 1)
         narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
-        apart, each = len(excess) // (6 * tries), -(-tries // 3)
-        heights = (excess, share, narrow)
-        candidates = list(dict.fromkeys(b for height in heights for b in _peaks(height, each, apart)))
+        apart, candidates = len(excess) // (6 * tries), dict[int, None]()
+        for height in (excess, share, narrow):  # its highest positions above zero, each more than `apart` from others
+            for _ in range(-(-tries // 3)):
+                b = int(np.argmax(height))
+                if height[b] <= 0.0:
+                    break
+                candidates[b] = None
+                height[max(0, b - apart) : b + apart + 1] = 0.0
         for b in candidates:
             if b not in self.alone:
                 self.alone[b] = self._look((b,), budget_bytes)
@@ -199,17 +203,6 @@ class _BoundSearch:
         line, self.looks[moments] = ascend(self.programs[moments], budget_bytes, rounds or _LOOK_ROUNDS, before)
         self.lines.append(line)
         return line
-
-
-def _peaks(height: Floats, count: int, apart: int) -> Iterator[int]:
-    """The highest positions above zero, each more than `apart` from those before."""
-    left = height.copy()
-    for _ in range(count):
-        at = int(np.argmax(left))
-        if left[at] <= 0.0:
-            return
-        yield at
-        left[max(0, at - apart) : at + apart + 1] = 0.0
 
 
 def needed_bytes(flat: Flat) -> Ints:

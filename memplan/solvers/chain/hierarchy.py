@@ -134,31 +134,28 @@ class Hierarchy:
     def options(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
         """The options of a block, found once for all that are equal. leaf: it is not to be taken apart."""
         self.asked += 1
-        name = (block.signature, leaf)
-        if name not in self._known:
-            self.solved += 1
-            self._known[name] = self._found(block, keys, leaf)
+        name, flat = (block.signature, leaf), block.flat
+        if name in self._known:
+            return self._known[name]
+        self.solved += 1
+        orders, limit = cut_orders(block, self.figures.block_cuts), 2 * self.figures.options
+        if not leaf and flat.arrays.boundary >= _LEAST_OPS:
+            limit = _OPTIONS
+            most_bytes, _time_s = outcome(flat.arrays, keep_all(flat))
+            partitions: list[Partition] = [(fine_cuts(flat, _FINE), True)]
+            if flat.arrays.boundary >= _COARSE_OPS:
+                partitions.append((coarse_cuts(flat, _COARSE), False))
+            for cuts, leaves in partitions:
+                if not cuts:
+                    continue
+                solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
+                                     flat.arrays.boundary)  # fmt: skip
+                for order in expanded(flat, solved, max(2, self.figures.sizes // 2)):
+                    found = _filled(flat.arrays, order)
+                    orders += [order] if found is None else [order, found]
+            orders += searched(flat.arrays, orders, _TARGETS)
+        self._known[name] = best_options(block, orders, limit)
         return self._known[name]
-
-    def _found(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
-        flat = block.flat
-        orders = cut_orders(block, self.figures.block_cuts)
-        if leaf or flat.arrays.boundary < _LEAST_OPS:
-            return best_options(block, orders, 2 * self.figures.options)
-        most_bytes, _time_s = outcome(flat.arrays, keep_all(flat))
-        partitions: list[Partition] = [(fine_cuts(flat, _FINE), True)]
-        if flat.arrays.boundary >= _COARSE_OPS:
-            partitions.append((coarse_cuts(flat, _COARSE), False))
-        for cuts, leaves in partitions:
-            if not cuts:
-                continue
-            solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
-                                 flat.arrays.boundary)  # fmt: skip
-            for order in expanded(flat, solved, max(2, self.figures.sizes // 2)):
-                found = _filled(flat.arrays, order)
-                orders += [order] if found is None else [order, found]
-        orders += searched(flat.arrays, orders, _TARGETS)
-        return best_options(block, orders, _OPTIONS)
 
     def _chain(self, flat: Flat, keys: Keys, cuts: Cuts, most_bytes: int, slots: int, leaves: bool,
                within: int) -> SolvedChain:  # fmt: skip
@@ -222,37 +219,35 @@ def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: In
 
 
 def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> BlockOptions:
-    """At most about `limit` options of those that these orders come to, the cheapest for many pairs of limits."""
+    """At most about `limit` options of those that these orders come to.
+
+    They are the cheapest ones under pairs of limits on saved bytes and on the peak.
+    """
     a = block.flat.arrays
     plain = list({order.tobytes(): order for order in [plain_forward(a, order) for order in orders]}.values())
     ends = np.cumsum([len(order) for order in plain])
     figures, which = _measured(a, cut_flags(block), block.incoming_bytes, np.concatenate(plain), ends)
     which = which[np.lexsort(figures[which].T[::-1])]
-    chosen = which[_on_grid(figures[which], limit)]
-    options = tuple(option_of_figures(figures[i], plain[i][a.boundary + 2 :]) for i in chosen)
+    if len(which) > limit:
+        columns = figures[which]
+        peak = np.maximum(columns[:, _FORWARD], columns[:, _BACKWARD])
+        found: dict[int, None] = {}
+        for column in range(5):
+            found[int(np.lexsort((columns[:, _RECOMPUTE], columns[:, column]))[0])] = None
+        levels = _LEVELS
+        for cost in (_RECOMPUTE, _AGAIN):
+            ranked = np.lexsort((peak, columns[:, _SAVED], columns[:, cost]))
+            for most_saved in _quantiles(columns[:, _SAVED], levels):
+                for most_peak in _quantiles(peak, levels):
+                    fits = (columns[ranked, _SAVED] <= most_saved) & (peak[ranked] <= most_peak)
+                    if fits.any():
+                        found[int(ranked[np.argmax(fits)])] = None
+            levels //= 2
+        which = which[sorted(found)]
+        if len(which) > limit:
+            which = which[np.unique(np.linspace(0, len(which) - 1, limit).astype(int))]
+    options = tuple(option_of_figures(figures[i], plain[i][a.boundary + 2 :]) for i in which)
     return BlockOptions(options, *leaf_figures(block))
-
-
-def _on_grid(figures: Floats, limit: int) -> Ints:
-    """Rows that are the cheapest under some pair of limits on saved bytes and on the peak."""
-    count = len(figures)
-    if count <= limit:
-        return np.arange(count)
-    peak = np.maximum(figures[:, _FORWARD], figures[:, _BACKWARD])
-    found: dict[int, None] = {}
-    for column in range(5):
-        found[int(np.lexsort((figures[:, _RECOMPUTE], figures[:, column]))[0])] = None
-    levels = _LEVELS
-    for cost in (_RECOMPUTE, _AGAIN):
-        ranked = np.lexsort((peak, figures[:, _SAVED], figures[:, cost]))
-        for most_saved in _quantiles(figures[:, _SAVED], levels):
-            for most_peak in _quantiles(peak, levels):
-                fits = (figures[ranked, _SAVED] <= most_saved) & (peak[ranked] <= most_peak)
-                if fits.any():
-                    found[int(ranked[np.argmax(fits)])] = None
-        levels //= 2
-    chosen = np.array(sorted(found), dtype=np.int64)
-    return chosen if len(chosen) <= limit else chosen[np.unique(np.linspace(0, len(chosen) - 1, limit).astype(int))]
 
 
 def _quantiles(column: Floats, count: int) -> Floats:
