@@ -35,19 +35,16 @@ def described(wanted: Wanted) -> Described:
         return transformers_step(wanted.source, None, {}, wanted)
     if is_a_model_of_diffusers(wanted.source):
         return diffusers_step(wanted.source, {}, wanted)
-    raise _unknown(wanted.source, names() + names_of_diffusers())
-
-
-def _unknown(name: str, names: list[str]) -> Mistake:
-    if "/" in name or name.endswith(".json") or Path(name).exists():
-        return Mistake(
+    name = wanted.source
+    if "/" in name or name.endswith(".json") or path.exists():
+        raise Mistake(
             f"there is no config {name!r}",
             "no such file, or folder with a config.json, is here, and memplan downloads nothing from a hub",
             "give the path of a config.json or of its folder; no weights are needed",
         )
-    near = nearest(name, names)
+    near = nearest(name, names() + names_of_diffusers())
     absent = [library for library in ("transformers", "diffusers") if importlib.util.find_spec(library) is None]
-    return Mistake(
+    raise Mistake(
         f"{name!r} is no model",
         "it is no path, and neither transformers nor diffusers has it"
         + (f"; the nearest names are {near}" if near else "")

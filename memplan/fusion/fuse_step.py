@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.fusion.compile_groups import GroupCompiler
-from memplan.fusion.donations import donate
 from memplan.fusion.fused_step import FusedStepWriter
 from memplan.fusion.group_program import GroupProgram
-from memplan.fusion.groups import Grouper, Unit, set_ends, without_dead
+from memplan.fusion.groups import Grouper, Unit, donate, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
 from memplan.fusion.step_graph import StepGraph, is_fusible, place_of_node
 

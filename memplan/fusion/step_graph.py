@@ -59,10 +59,6 @@ def place_of_node(node: fx.Node) -> NodePlace:
     return place
 
 
-def is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta["val"], torch.Tensor)
-
-
 def bytes_of_node(node: fx.Node) -> int:
     """Bytes of the elements of its tensor; 0 where it has several."""
     tensor = node.meta["val"]

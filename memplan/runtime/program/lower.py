@@ -346,8 +346,7 @@ class _Lowering(ProgramNodes):
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
     def _cross_boundary(self) -> None:
-        for output in self.traced.outputs:
-            self.outputs.append(self.tensor(output.node, output.value))
+        self.outputs = [self.tensor(output.node, output.value) for output in self.traced.outputs]
         self.side = self.backward = Side()
         self.sink = self.side.placeholder("sink")
         for value, instance in self.live.items():

@@ -149,8 +149,7 @@ def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
     ends: list[tuple[int, int, int]] = [(0, 2 + v, 0) for v in range(values)]
     ends += [(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
     ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
-    for op in range(ops):
-        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.row(op)]
+    ends += [(2 + values + op, 2 + int(v), NEVER) for op in range(ops) for v in b.reads.row(op)]
     return network_of(2 + values + ops, np.array(ends, dtype=np.int64).reshape(-1, 3))
 
 
