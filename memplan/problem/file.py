@@ -75,9 +75,9 @@ def read_checked(what: str, read: Callable[[], _T]) -> _T | InvalidPlanFile:
     """What `read` gives, or what is wrong with the content. An unreadable file stays an OSError."""
     try:
         return read()
-    except (InvalidPlanFile, IllegalSchedule) as error:
-        if isinstance(error, InvalidPlanFile):
-            return error
+    except InvalidPlanFile as error:
+        return error
+    except IllegalSchedule as error:
         return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
     except (*_UNSOUND, gzip.BadGzipFile) as error:
         return InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again")

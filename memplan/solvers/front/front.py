@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,7 +48,6 @@ class Progress(NamedTuple):
 
 Tell = Callable[[Progress], None]
 _LONG_OPS = 2000
-_Item = TypeVar("_Item")
 _LOOK_S = 0.1  # between looks at the clock
 _LONGEST = ("exact", "hierarchy")  # methods that start early, so that no core waits for them in the end
 
@@ -241,7 +240,7 @@ class _FrontSearch:
 
 
 def side_by_side(
-    searches: Sequence[Iterator[_Item]], found: Sequence[list[_Item]], deadline_s: float, ended: Callable[[int], None]
+    searches: Sequence[Iterator[Sketch]], found: Sequence[list[Sketch]], deadline_s: float, ended: Callable[[int], None]
 ) -> None:
     """Exhaust all searches, at most as many at once as there are cores; items go to the list at the same position.
 
@@ -253,7 +252,7 @@ def side_by_side(
     """
     stop = threading.Event()
 
-    def exhaust(search: Iterator[_Item], into: list[_Item]) -> None:
+    def exhaust(search: Iterator[Sketch], into: list[Sketch]) -> None:
         while not stop.is_set():
             try:
                 into.append(next(search))

@@ -345,8 +345,6 @@ class _Places:
         rate = self.problem.host_update_s_per_byte
         return lanes(self.movables, self.order, self.gaps, self.read_to, rate, self.problem.in_flight)
 
-    # -- the schedule -----------------------------------------------------------------------------------------------
-
     def schedule(self) -> Schedule:
         """Steps of the order with the copies among them."""
         values, end = self.problem.graph.values, len(self.steps)
