@@ -46,11 +46,6 @@ class Contents:
     offset: int
     sample: list[int]
 
-    @staticmethod
-    def of(parameter: torch.Tensor) -> Contents:
-        offset, storage = int(parameter.storage_offset()), private.known_storage(parameter)
-        return Contents(parameter, parameter._version, storage, offset, _words(parameter))
-
     def is_in(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter is this one, and holds what it held then as far as can be seen."""
         return (
@@ -303,7 +298,8 @@ def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
 
 def contents(parameter: torch.Tensor) -> Contents:
     """A record of what a parameter holds now, to tell later whether that has changed."""
-    return Contents.of(parameter)
+    offset, storage = int(parameter.storage_offset()), private.known_storage(parameter)
+    return Contents(parameter, parameter._version, storage, offset, _words(parameter))
 
 
 def stayed(slab: Slab, parameter: torch.Tensor) -> Ticket:

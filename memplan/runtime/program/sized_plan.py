@@ -22,6 +22,7 @@ from memplan.problem.simulate import simulate
 
 _CONSTANT_BITS = 64  # of bytes that do not vary, and again of kernel scratch
 _COUNT_BITS = 24  # of a number of values
+_CONSTANT_MASK, _COUNT_MASK = (1 << _CONSTANT_BITS) - 1, (1 << _COUNT_BITS) - 1
 _AT_ONCE = 24  # kinds of values in one replay, so that figures are no more than floats can hold
 
 
@@ -126,15 +127,11 @@ def _held(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Se
             after.append(probe.graph.input_bytes)
         moments = [probe.resident_bytes, *timeline.peak_bytes_at, *(at_end + more for more in after if more)]
         if not first:
-            constant = np.array([m & _mask(_CONSTANT_BITS) for m in moments], dtype=np.int64)
-            scratch = np.array([m >> _CONSTANT_BITS & _mask(_CONSTANT_BITS) for m in moments], dtype=np.int64)
+            constant = np.array([m & _CONSTANT_MASK for m in moments], dtype=np.int64)
+            scratch = np.array([m >> _CONSTANT_BITS & _CONSTANT_MASK for m in moments], dtype=np.int64)
         for place in range(len(some)):
             shift = 2 * _CONSTANT_BITS + place * _COUNT_BITS
-            columns.append([m >> shift & _mask(_COUNT_BITS) for m in moments])
+            columns.append([m >> shift & _COUNT_MASK for m in moments])
     counts = np.array(columns, dtype=np.int64).T.reshape(len(constant), len(kinds))
     rows = np.unique(np.column_stack([constant, scratch, counts]), axis=0)
     return rows[:, 0], rows[:, 1], rows[:, 2:]
-
-
-def _mask(bits: int) -> int:
-    return (1 << bits) - 1
