@@ -10,6 +10,7 @@ import functools
 import random
 import threading
 import weakref
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -55,19 +56,32 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
 
-class _FakeCopy:
-    """A copy of bytes. The storage that is copied from, or that to which is copied, may be freed meanwhile."""
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of a storage. The storage may be freed meanwhile."""
 
-    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    storage: weakref.ref[Any]
+    start: int
+    size_bytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Span:
         # A storage's Python object lives exactly as long as the storage, whoever holds that.
-        self._ends: list[tuple[Any, int, int]] = [
-            (weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.numel()) for t in (source, target)
-        ]
+        return _Span(weakref.ref(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel())
+
+    def tensor(self) -> torch.Tensor | None:
+        storage = self.storage()
+        return None if storage is None else bytes_within(storage, self.start, self.size_bytes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _FakeCopy:
+    source: _Span
+    target: _Span
 
     def run(self) -> None:
-        there = [(storage(), start, size_bytes) for storage, start, size_bytes in self._ends]
-        if all(storage is not None for storage, _, _ in there):  # else the memory is somebody else's by now
-            source, target = (bytes_within(*end) for end in there)
+        source, target = self.source.tensor(), self.target.tensor()
+        if source is not None and target is not None:  # else the memory is somebody else's by now
             target.copy_(source)
 
 
@@ -85,7 +99,7 @@ class FakeStreams:
 
     def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
         target.fill_(_POISON)
-        copy = _FakeCopy(source, target)
+        copy = _FakeCopy(_Span.of(source), _Span.of(target))
         with self._lock:
             self._pending.append(copy)
             self._run_some()

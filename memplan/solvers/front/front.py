@@ -28,7 +28,7 @@ from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.expand import baselines
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
 from memplan.solvers.numeric.jit import tell_of_compilation, watching_compilation
-from memplan.solvers.orders.flat import Flat, Ints, flatten
+from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
 
@@ -119,21 +119,18 @@ def front_of_orders(
 
     orders: what each started from, and its ops with the boundary among them. Raises ValueError for one that can't be.
     """
-    flat = flatten(problem)
-    found = [sketch_of(flat, solver, _sound(flat, order)) for solver, order in orders]
+    flat, found = flatten(problem), list[Sketch]()
+    everything = keep_all(flat)
+    for solver, given in orders:
+        order = np.array(given, dtype=np.int64)
+        backward = order[(order < 0) | (order >= flat.arrays.boundary)]  # in its own order
+        missing = np.setdiff1d(np.arange(flat.op_count), order)
+        if order.ndim != 1 or len(missing) or not np.array_equal(backward, everything[flat.arrays.boundary :]):
+            raise ValueError("the order is that of another step")
+        found.append(sketch_of(flat, solver, order))
     if not found or any(sketch.peak_bytes < 0 for sketch in found):
         raise ValueError("an order reads what is not there")
-    return _front(problem, config, found, sketch_of(flat, "keep all", keep_all(flat)), bound, truncated=False)
-
-
-def _sound(flat: Flat, order: Sequence[int]) -> Ints:
-    """An order as an array. Raises ValueError where an op is missing, or backward ops do not run in theirs."""
-    found = np.array(order, dtype=np.int64)
-    backward = found[(found < 0) | (found >= flat.arrays.boundary)]
-    missing = np.setdiff1d(np.arange(flat.op_count), found)
-    if found.ndim != 1 or len(missing) or not np.array_equal(backward, keep_all(flat)[flat.arrays.boundary :]):
-        raise ValueError("the order is that of another step")
-    return found
+    return _front(problem, config, found, sketch_of(flat, "keep all", everything), bound, truncated=False)
 
 
 def textbook(problem: Problem) -> tuple[Candidate, ...]:
