@@ -16,7 +16,7 @@ from unittest import mock
 
 import memplan
 from benchmarks.fused import BUILDS
-from memplan.fusion import donations, fuse_step, groups, rematerialise
+from memplan.fusion import fuse_step, groups, rematerialise
 
 VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
     "as it is": {},
@@ -29,7 +29,7 @@ VARIANTS: dict[str, dict[tuple[Any, str], Any]] = {
     "400 nodes": {(groups, "MOST_NODES"): 400},
     "saves under a quarter": {(rematerialise, "_SMALL"): 4},
     "saves under a 16th": {(rematerialise, "_SMALL"): 16},
-    "writes over 64 KiB and more": {(donations, "_LEAST_BYTES"): 1 << 16},
+    "writes over 64 KiB and more": {(groups, "_LEAST_BYTES"): 1 << 16},
 }
 
 

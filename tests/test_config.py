@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ import memplan
 from memplan.config import METHODS, PRESETS, Config, SearchFigures
 from memplan.problem.data import Problem
 from memplan.solvers import Progress, solve_front
-from memplan.solvers.numeric import threads
+from memplan.solvers.front.front import side_by_side
 from tests.solvers.test_solvers import CALM
 from tests.solvers.test_solvers import SMALL as SMALLER
 from tests.support.configs import with_figures
@@ -186,7 +187,7 @@ def test_progress_tells_the_gap_at_the_budget() -> None:
 def test_plans_are_the_same_on_any_number_of_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = encoder_decoder_like()
     first = solve_front(problem, SMALL)
-    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
     second = solve_front(problem, SMALL)
     assert [p.order for p in first.points] == [p.order for p in second.points]
 
@@ -194,7 +195,7 @@ def test_plans_are_the_same_on_any_number_of_threads(cores: int, monkeypatch: py
 def test_searches_side_by_side() -> None:
     found: list[list[int]] = [[], []]
     ended: list[int] = []
-    threads.side_by_side([iter(range(3)), iter(range(2))], found, time.monotonic() + 60, ended.append)
+    side_by_side([iter(range(3)), iter(range(2))], found, time.monotonic() + 60, ended.append)
     assert found == [[0, 1, 2], [0, 1]] and sorted(ended) == [0, 1]
 
     def fails() -> Iterator[int]:
@@ -203,7 +204,7 @@ def test_searches_side_by_side() -> None:
 
     found = [[], []]
     with pytest.raises(ArithmeticError, match="of a search"):
-        threads.side_by_side([fails(), itertools.count()], found, time.monotonic() + 60, ended.append)
+        side_by_side([fails(), itertools.count()], found, time.monotonic() + 60, ended.append)
     assert found[0] == [7]
     with pytest.raises(TimeoutError):
-        threads.side_by_side([itertools.count()], [[]], time.monotonic(), ended.append)
+        side_by_side([itertools.count()], [[]], time.monotonic(), ended.append)

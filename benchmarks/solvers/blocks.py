@@ -19,13 +19,13 @@ from benchmarks.gpt8 import gpt8
 from benchmarks.solvers.__main__ import instances
 from memplan.problem.data import Problem
 from memplan.solvers import solve_front
-from memplan.solvers.chain.expand import last_reads, outside_of
+from memplan.solvers.chain.expand import outside_of
 from memplan.solvers.chain.options import LocalBlock, cut_orders, localise
 from memplan.solvers.chain.partition import coarse_cuts, make_chain
 from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, Grid, solve_grid
 from memplan.solvers.front.methods import merged_cuts
-from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.flat import flatten, last_reads
 
 
 def distinct_blocks(problem: Problem, most_ops: int) -> Iterator[LocalBlock]:

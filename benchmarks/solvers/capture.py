@@ -8,6 +8,7 @@ Times belong to the machine, so an instance that is made again is another instan
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from benchmarks.solvers.models import MODELS
@@ -15,7 +16,7 @@ from memplan.errors import InvalidPlanFile, or_raise
 from memplan.planning.planner import Planner
 from memplan.planning.settings import Settings
 from memplan.problem.data import Problem
-from memplan.problem.file import pack, problem_from_json, problem_to_json, read_checked, unpack
+from memplan.problem.file import pack, problem_from_json, read_checked, unpack
 
 INSTANCES = Path(__file__).parent / "instances"
 _FORMAT, _VERSION = "memplan.problem", 4
@@ -23,7 +24,7 @@ _FORMAT, _VERSION = "memplan.problem", 4
 
 def save_problem(problem: Problem, path: str | Path) -> None:
     """Write a problem as JSON, gzipped where it is large or the name ends in `.gz`."""
-    content = {"format": _FORMAT, "version": _VERSION} | problem_to_json(problem)
+    content = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(problem)
     Path(path).write_bytes(pack(content, gzipped=str(path).endswith(".gz")))
 
 

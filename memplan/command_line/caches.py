@@ -25,7 +25,7 @@ def add_clear_costs(commands: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _warmup(given: argparse.Namespace) -> Outcome:
-    from memplan.solvers.numeric.compiling import is_on_disk, kernels, watching_compilation
+    from memplan.solvers.numeric.jit import is_on_disk, kernels, watching_compilation
 
     began_s, everything = time.monotonic(), kernels()
     missing = [kernel for kernel in everything if not is_on_disk(kernel)]

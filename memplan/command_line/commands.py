@@ -45,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             outcome: Outcome = given.run(given)
         except (Mistake, MemplanError) as error:
-            outcome = _refusal(error)
+            mistake = _mistake_of(error)
+            cause = mistake.cause.replace("\n", "\n         ")
+            text = f"memplan: {mistake.what}\n  cause: {cause}\n  next:  {mistake.next_step}"
+            facts = {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}
+            outcome = Outcome(text, {"error": facts}, MISTAKEN)
     if given.json:
         print(json.dumps(outcome.facts))
     else:
@@ -53,17 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return outcome.status
 
 
-def _refusal(error: Mistake | MemplanError) -> Outcome:
+def _mistake_of(error: Mistake | MemplanError) -> Mistake:
     """What is wrong with what a command was given."""
     if isinstance(error, Mistake):
-        mistake = error
-    elif isinstance(error, InvalidPlanFile):
-        remedy = "make it anew: memplan plan ... --out FILE"
-        mistake = Mistake("the plan file can't be used", str(error), remedy)
-    else:
-        remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
-        mistake = Mistake("the step can't be planned", str(error), remedy)
-    cause = mistake.cause.replace("\n", "\n         ")
-    text = f"memplan: {mistake.what}\n  cause: {cause}\n  next:  {mistake.next_step}"
-    facts = {"error": {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}}
-    return Outcome(text, facts, MISTAKEN)
+        return error
+    if isinstance(error, InvalidPlanFile):
+        return Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE")
+    remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
+    return Mistake("the step can't be planned", str(error), remedy)

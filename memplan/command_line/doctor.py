@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import os
 import platform
-from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,19 +41,14 @@ def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _doctor(given: argparse.Namespace) -> Outcome:
     found = [*_versions(), *_devices(), *_kernels(), *_caches()]
     found += [Found("environment", n, v) for n, v in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT)]
-    lines, group = [], ""
-    for one in found:
-        if one.group != group:
-            lines += ["", one.group] if group else [one.group]
-            group = one.group
-        lines.append(f"  {one.name:17} {one.value}")
+    lines, facts = list[str](), dict[str, dict[str, str]]()
+    for group, ones in itertools.groupby(found, key=lambda one: one.group):
+        facts[group] = {one.name: one.value for one in ones}
+        lines += [group, *(f"  {name:17} {value}" for name, value in facts[group].items()), ""]
     remedies = [f"  {one.name}: {one.remedy}" for one in found if one.remedy]
-    lines += ["", *(["what to do", *remedies] if remedies else ["nothing is missing"])]
-    facts: dict[str, dict[str, str]] = defaultdict(dict)
-    for one in found:
-        facts[one.group][one.name] = one.value
+    lines += ["what to do", *remedies] if remedies else ["nothing is missing"]
     facts["remedies"] = {one.name: one.remedy for one in found if one.remedy}
-    return Outcome("\n".join(lines), dict(facts))
+    return Outcome("\n".join(lines), facts)
 
 
 def _versions() -> Iterable[Found]:
@@ -88,7 +83,7 @@ def _kernels() -> Iterable[Found]:
     import torch
 
     from memplan import torch_private as private
-    from memplan.solvers.numeric.compiling import is_on_disk, kernels
+    from memplan.solvers.numeric.jit import is_on_disk, kernels
 
     everything = kernels()
     ready = sum(is_on_disk(kernel) for kernel in everything)
@@ -103,7 +98,7 @@ def _kernels() -> Iterable[Found]:
 def _caches() -> Iterable[Found]:
     from memplan import torch_private as private
     from memplan.cache import cache_dir
-    from memplan.solvers.numeric.compiling import kernels
+    from memplan.solvers.numeric.jit import kernels
 
     solvers = {Path(kernel.stats.cache_path) for kernel in kernels() if kernel.stats.cache_path}
     common = Path(os.path.commonpath(solvers)) if solvers else None

@@ -10,13 +10,14 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeVar
 
 from torch import nn
 
 from memplan.command_line.described import Described, Wanted
 from memplan.command_line.outcomes import Mistake, nearest
 
+_T = TypeVar("_T")
 _NEXT = "let it return (model, sample) or (model, sample, loss_fn), as memplan.plan takes them"
 
 
@@ -49,7 +50,10 @@ def built_step(wanted: Wanted) -> Described:
     finally:
         sys.path[:] = before
     if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
-        raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {_shown(given)}", _NEXT)
+        returned = f"a {type(given).__name__}"
+        if isinstance(given, tuple):
+            returned = f"a tuple of {', '.join(type(part).__name__ for part in given) or 'nothing'}"
+        raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {returned}", _NEXT)
     model, sample, *loss_fn = given
     count = sum(p.numel() for p in model.parameters())
     title = f"{type(model).__name__} of {wanted.source}, {count / 1e6:.2f}e6 parameters"
@@ -68,8 +72,7 @@ def _module(place: str, source: str) -> ModuleType:
                 "it is neither installed nor in this folder",
                 "give package.module:function or path/file.py:function",
             )
-        module: ModuleType = _called(lambda: importlib.import_module(place), f"{place} can't be imported")
-        return module
+        return _called(lambda: importlib.import_module(place), f"{place} can't be imported")
     path = Path(place)
     if not path.is_file():
         raise Mistake(f"there is no file {place!r}", f"{source} names it", "give path/file.py:function")
@@ -82,11 +85,10 @@ def _module(place: str, source: str) -> ModuleType:
         spec.loader.exec_module(module)
         return module
 
-    loaded: ModuleType = _called(load, f"{place} can't be imported")
-    return loaded
+    return _called(load, f"{place} can't be imported")
 
 
-def _called(function: Callable[[], Any], what: str) -> Any:
+def _called(function: Callable[[], _T], what: str) -> _T:
     """What the function gives. What it raises becomes a Mistake, with the user's line in it."""
     try:
         return function()
@@ -95,9 +97,3 @@ def _called(function: Callable[[], Any], what: str) -> Any:
         frames = [f for f in frames if not f.filename.startswith("<frozen")]
         where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         raise Mistake(what, f"{type(error).__name__}: {error}{where}", "repair that, and try it in Python") from error
-
-
-def _shown(given: Any) -> str:
-    if isinstance(given, tuple):
-        return f"a tuple of {', '.join(type(part).__name__ for part in given) or 'nothing'}"
-    return f"a {type(given).__name__}"

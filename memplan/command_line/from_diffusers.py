@@ -42,20 +42,6 @@ def diffusers_step(class_name: str, fields: dict[str, Any], wanted: Wanted) -> D
             model = model_class(**changed).train()
     except Exception as error:
         raise described.unmade(class_name, error) from error
-    sample, batch = _latents(model, wanted), wanted.batch or 1
-    first = next(tensor for tensor in sample.values() if tensor.dim() > 1)
-    title = described.title_of(model, dtype, f"batch {batch} of {' x '.join(map(str, first.shape[1:]))}")
-    remark = "the loss is taken to be the mean square of what the model gives"
-    return Described(title, model, sample, mean_square, batch, "images", remark)
-
-
-def mean_square(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
-    """A loss that stands for that of a denoising step."""
-    return model(**batch, return_dict=False)[0].float().pow(2).mean()  # type: ignore[no-any-return]
-
-
-def _latents(model: Any, wanted: Wanted) -> dict[str, torch.Tensor]:
-    """A batch by the names of what forward takes. Raises Mistake where one is not known."""
     batch, config = wanted.batch or 1, model.config
     size = config.get("sample_size") or _SIZE
     sides = (size, size) if isinstance(size, int) else tuple(size)
@@ -71,5 +57,14 @@ def _latents(model: Any, wanted: Wanted) -> dict[str, torch.Tensor]:
     missing = [n for n, p in takes.items() if p.default is p.empty and n not in made and "kwargs" not in n]
     if missing:
         raise described.without_batch(model, ", ".join(missing))
-    dtype = described.DTYPES[wanted.dtype or "bfloat16"]
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items() if n in takes}
+    floats = described.DTYPES[dtype]
+    sample = {n: t.to(floats) if t.is_floating_point() else t for n, t in made.items() if n in takes}
+    first = next(tensor for tensor in sample.values() if tensor.dim() > 1)
+    title = described.title_of(model, dtype, f"batch {batch} of {' x '.join(map(str, first.shape[1:]))}")
+    remark = "the loss is taken to be the mean square of what the model gives"
+    return Described(title, model, sample, mean_square, batch, "images", remark)
+
+
+def mean_square(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
+    """A loss that stands for that of a denoising step."""
+    return model(**batch, return_dict=False)[0].float().pow(2).mean()  # type: ignore[no-any-return]

@@ -51,7 +51,9 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
             "install a version of transformers that has it",
         )
     config_class = transformers.CONFIG_MAPPING[kind] if model_class is None else model_class.config_class
-    config = _config(config_class, fields, wanted)
+    plain = _made(config_class, dict(fields))
+    changes = {plain.attribute_map.get(name, name): value for name, value in wanted.changes.items()}
+    config = _made(config_class, described.with_changes(fields, {**plain.to_dict(), **dict.fromkeys(fields)}, changes))
     if model_class is None:
         known = (getattr(transformers, f"MODEL_FOR_{task}_MAPPING").get(config_class, None) for task in _TASKS)
         model_class = next((found for found in known if found is not None), None)
@@ -88,14 +90,6 @@ def _transformers() -> Any:
 def _model_class(name: str) -> Any:
     found = described.class_in(_transformers(), name, "PreTrainedModel")
     return found if getattr(found, "config_class", None) is not None else None
-
-
-def _config(config_class: Any, fields: dict[str, Any], wanted: Wanted) -> Any:
-    """The config with its changes. Raises Mistake."""
-    plain = _made(config_class, dict(fields))
-    changes = {plain.attribute_map.get(name, name): value for name, value in wanted.changes.items()}
-    known = {**plain.to_dict(), **dict.fromkeys(fields)}
-    return _made(config_class, described.with_changes(fields, known, changes))
 
 
 def _made(config_class: Any, fields: dict[str, Any]) -> Any:

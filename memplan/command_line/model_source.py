@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 from memplan.command_line.described import Described, Wanted
 from memplan.command_line.from_build import built_step
@@ -18,7 +17,16 @@ def described(wanted: Wanted) -> Described:
     """The step that is meant. Raises Mistake."""
     path = Path(wanted.source)
     if path.is_file() or (path / "config.json").is_file():
-        fields = _config_of(path)
+        file = path / "config.json" if path.is_dir() else path
+        try:
+            fields = json.loads(file.read_text())
+        except OSError as error:
+            what = f"{str(file)!r} can't be read"
+            raise Mistake(what, str(error), "give a config.json, or the folder of one") from None
+        except ValueError as error:
+            raise Mistake(f"{str(file)!r} is not JSON", str(error), "give the config.json of a model") from None
+        if not isinstance(fields, dict):
+            raise Mistake(f"{str(file)!r} is no config", "its JSON is no object", "give the config.json of a model")
         if "_class_name" in fields:
             return diffusers_step(str(fields["_class_name"]), fields, wanted)
         if not isinstance(fields.get("model_type"), str):
@@ -35,36 +43,19 @@ def described(wanted: Wanted) -> Described:
         return transformers_step(wanted.source, None, {}, wanted)
     if is_a_model_of_diffusers(wanted.source):
         return diffusers_step(wanted.source, {}, wanted)
-    raise _unknown(wanted.source, names() + names_of_diffusers())
-
-
-def _unknown(name: str, names: list[str]) -> Mistake:
-    if "/" in name or name.endswith(".json") or Path(name).exists():
-        return Mistake(
+    name = wanted.source
+    if "/" in name or name.endswith(".json") or path.exists():
+        raise Mistake(
             f"there is no config {name!r}",
             "no such file, or folder with a config.json, is here, and memplan downloads nothing from a hub",
             "give the path of a config.json or of its folder; no weights are needed",
         )
-    near = nearest(name, names)
+    near = nearest(name, names() + names_of_diffusers())
     absent = [library for library in ("transformers", "diffusers") if importlib.util.find_spec(library) is None]
-    return Mistake(
+    raise Mistake(
         f"{name!r} is no model",
         "it is no path, and neither transformers nor diffusers has it"
         + (f"; the nearest names are {near}" if near else "")
         + (f"; {' and '.join(absent)} can't be asked (pip install {' '.join(absent)})" if absent else ""),
         "give a type (gpt2), a class (LlamaForCausalLM), a config.json, or a function (path/file.py:build)",
     )
-
-
-def _config_of(path: Path) -> dict[str, Any]:
-    """The content of a config, given as a file or as the folder that it is in. Raises Mistake."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        fields = json.loads(file.read_text())
-    except OSError as error:
-        raise Mistake(f"{str(file)!r} can't be read", str(error), "give a config.json, or the folder of one") from None
-    except ValueError as error:
-        raise Mistake(f"{str(file)!r} is not JSON", str(error), "give the config.json of a model") from None
-    if not isinstance(fields, dict):
-        raise Mistake(f"{str(file)!r} is no config", "its JSON is no object", "give the config.json of a model")
-    return fields

@@ -56,7 +56,15 @@ def add_step_options(command: argparse.ArgumentParser) -> None:
 def asked_step(given: argparse.Namespace) -> AskedStep:
     """The step, the device and the settings that the options name. Raises Mistake."""
     budget, host_budget = _limit("--budget", given.budget), _limit("--host-budget", given.host_budget)
-    card = asked_card(given)
+    card, changes = asked_card(given), dict[str, Any]()
+    for text in given.set:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise Mistake(f"--set {text!r} sets nothing", "it is no NAME=VALUE", "write --set num_hidden_layers=4")
+        try:
+            changes[name] = json.loads(value)
+        except ValueError:  # text
+            changes[name] = value
     import torch
 
     from memplan import torch_private as private
@@ -66,7 +74,7 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, about themselves
-        step = described(Wanted(given.model, _changes(given.set), given.batch, given.length, given.dtype))
+        step = described(Wanted(given.model, changes, given.batch, given.length, given.dtype))
         if given.lora is not None:
             title = f"{step.title}, adapters of rank {given.lora}"
             step = dataclasses.replace(step, title=title, model=with_adapters(step.model, given.lora))
@@ -101,20 +109,6 @@ def _limit(option: str, text: str | None) -> str | None:
     if option == "--host-budget" and not isinstance(limit, int):
         raise Mistake(f"{option} {text!r} is no budget", "it is a number of bytes", f"write for example {option} 64GiB")
     return text
-
-
-def _changes(texts: list[str]) -> dict[str, Any]:
-    """Fields and values of `--set NAME=VALUE`: values as in JSON, else text. Raises Mistake."""
-    changes: dict[str, Any] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise Mistake(f"--set {text!r} sets nothing", "it is no NAME=VALUE", "write --set num_hidden_layers=4")
-        try:
-            changes[name] = json.loads(value)
-        except ValueError:
-            changes[name] = value
-    return changes
 
 
 def count(text: str) -> int:

@@ -23,7 +23,6 @@ _USUAL_CAPABILITY = (8, 0)  # of a card without a name
 
 
 def add_device_options(command: argparse.ArgumentParser) -> None:
-    """Options for the device: a card of the table, or figures."""
     device = command.add_argument_group("the device")
     device.add_argument("--gpu", metavar="NAME", help='a card, as "RTX 4090" (this machine)')
     device.add_argument("--gpu-memory", metavar="BYTES", help="its memory, as 24GiB")

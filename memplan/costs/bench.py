@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
+from memplan.capture.analysis.traced import MetaTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
 from memplan.capture.ops.layout import same_bits, storage_key, strided_parts, strides_that_matter, tensors_of
 from memplan.capture.ops.op_facts import is_of_pytorch
@@ -135,13 +135,36 @@ class Bench:
         return not all(same_bits(*pair) for pair in zip(*found, strict=True))
 
     def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
-        """Run an op, and compare its result with the traced one. Gives the seconds and the result."""
+        """Run an op, and compare its result with the traced one. Gives the seconds and the result.
+
+        Of a result that is an argument, written in place, bytes are not compared. Where no op reads it, as with most
+        gradients of parameters, strides of dimensions of one element are not compared, because nothing depends on them.
+        """
         seen = _seen_anew(args, kwargs)
         start = time.perf_counter()
         with torch.profiler.record_function(f"{_MARK}{index}"):
             result = self.traced.kernels[index].target(*seen[0], **seen[1])
         time_s = time.perf_counter() - start
-        self._compare(index, result, (*args, *kwargs.values()))
+        op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
+        own = {storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        last = [m.index for m in kernel.made if m.index is not None and m.value not in self._read]
+        real, traced = facts_of(result), facts_of(kernel.node.meta.get("val"))
+        results = result if isinstance(result, (list, tuple)) else [result]
+        in_place = [isinstance(t, torch.Tensor) and storage_key(t) in own for t in results]
+        if len(real) == len(traced) and all(
+            _alike(a, b, here, place in last)
+            for place, (a, b, here) in enumerate(zip(real, traced, in_place, strict=True))
+        ):
+            return time_s, result
+        message = (
+            f"{op.kind} in {op.layer or 'the model'} gives {_shown(real)} (dtype, shape, strides, bytes), where the "
+            f"trace has {_shown(traced)}: PyTorch's fake kernel for it is wrong, and a plan would be too"
+        )
+        own_op = not isinstance(kernel.node.target, private.OpOverload) or kernel.target is not kernel.node.target
+        if own_op or any(in_place) or not can_be_noted(traced, real):
+            raise Refusal(message, OtherResults())
+        self._other[call_of(kernel.node)] = real
+        self._told = self._told or message
         return time_s, result
 
     def _tried(self, index: int, run: Callable[[int], _T], otherwise: _T) -> _T:
@@ -238,7 +261,19 @@ class Bench:
         real = {node: self._tensor(node, value in written, storages) for node, value in kernel.reads.items()}
         self._spare = []
         if index in self._not_made_up:
-            found = self._computed(kernel)
+            # What parameters, buffers, inputs and what forward computes from them give.
+            nodes, sources = list(kernel.node.graph.nodes), dict[int, torch.Tensor]()
+            # Of forward's nodes some are fused, and not in here.
+            forward = {k.node for k in self.traced.kernels[: self.traced.graph.boundary]}
+            last = max((i for i, node in enumerate(nodes) if node in forward), default=-1)
+            known = set(nodes[: last + 1])
+            for node in nodes:  # backward looks at what forward has computed
+                if self.traced.parents.get(node) in known and not written_nodes(node):
+                    known.add(node)
+            known.add(kernel.node)
+            behind = Dataflow(kernel.node.graph).behind(kernel.node, known)[:-1]
+            read = [node for node in kernel.reads if node in behind]
+            found = computed(behind, read, lambda source: self._tensor(source, False, sources))
             real |= {node: t.clone() if kernel.reads[node] in written else t for node, t in found.items()}
 
         def given(thing: Any) -> Any:
@@ -248,20 +283,6 @@ class Bench:
 
         arguments: _Arguments = pytree.tree_map(given, (kernel.args, kernel.kwargs))
         return arguments
-
-    def _computed(self, kernel: Kernel) -> dict[fx.Node, torch.Tensor]:
-        """What a kernel reads of parameters, buffers, inputs and what forward computes from them."""
-        nodes, storages = list(kernel.node.graph.nodes), dict[int, torch.Tensor]()
-        forward = {k.node for k in self.traced.kernels[: self.traced.graph.boundary]}  # some are fused, and not in here
-        last = max((i for i, node in enumerate(nodes) if node in forward), default=-1)
-        known = set(nodes[: last + 1])
-        for node in nodes:  # backward looks at what forward has computed
-            if self.traced.parents.get(node) in known and not written_nodes(node):
-                known.add(node)
-        known.add(kernel.node)
-        behind = Dataflow(kernel.node.graph).behind(kernel.node, known)[:-1]
-        wanted = [node for node in kernel.reads if node in behind]
-        return computed(behind, wanted, lambda source: self._tensor(source, False, storages))
 
     def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         """The real tensor of a node, or a made-up one. Tensors that share a storage in the trace share one here.
@@ -291,33 +312,6 @@ class Bench:
             storages[key] = flat
             self._pool.append(flat)
         return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
-
-    def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
-        """Compare the real result with the traced one.
-
-        Where it is an argument, written in place, bytes are not compared. Where no op reads it, as with most gradients
-        of parameters, strides of dimensions of one element are not compared, because nothing depends on them.
-        """
-        op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
-        own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
-        last = [m.index for m in kernel.made if m.index is not None and m.value not in self._read]
-        real, traced = facts_of(result), facts_of(kernel.node.meta.get("val"))
-        results = result if isinstance(result, (list, tuple)) else [result]
-        in_place = [isinstance(t, torch.Tensor) and storage_key(t) in own for t in results]
-        if len(real) == len(traced) and all(
-            _alike(a, b, here, place in last)
-            for place, (a, b, here) in enumerate(zip(real, traced, in_place, strict=True))
-        ):
-            return
-        message = (
-            f"{op.kind} in {op.layer or 'the model'} gives {_shown(real)} (dtype, shape, strides, bytes), where the "
-            f"trace has {_shown(traced)}: PyTorch's fake kernel for it is wrong, and a plan would be too"
-        )
-        own_op = not isinstance(kernel.node.target, private.OpOverload) or kernel.target is not kernel.node.target
-        if own_op or any(in_place) or not can_be_noted(traced, real):
-            raise Refusal(message, OtherResults())
-        self._other[call_of(kernel.node)] = real
-        self._told = self._told or message
 
 
 def _alike(real: ResultFacts | None, traced: ResultFacts | None, in_place: bool, is_last: bool) -> bool:

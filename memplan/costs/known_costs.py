@@ -1,6 +1,7 @@
-"""Seconds and scratch bytes of ops that were measured before, on disk.
+"""What earlier processes found on this hardware, on disk: seconds and scratch bytes of ops, and margins of models.
 
-Each device, thread count, torch version and choice of kernels has a file.
+Each device, thread count, torch version and choice of kernels has a file of ops. A margin is a fraction: how much more
+than predicted steps of a model have been seen to hold.
 
 Where other processes keep the machine busy, even the fastest run of an op may be slow. The figure is doubted where no
 second run comes near it, or where the first step takes much less than predicted. The next process then measures again.
@@ -8,6 +9,7 @@ second run comes near it, or where the first step takes much less than predicted
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from memplan.cache import keep, kept, only_writer
 from memplan.capture.analysis.traced import Traced
@@ -26,7 +29,8 @@ from memplan.problem.data import Blocks
 _SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
 _MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
 _SETTLED = -1
-_FORMAT = 4  # of the file
+_FORMAT = 4  # of the file of ops
+_MOST_MODELS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +156,50 @@ def device_name(device: torch.device) -> str:
         hardware = f"{platform.machine()}-{platform.processor() or 'cpu'}-{torch.get_num_threads()}threads"
     name = f"{device.type}-{hardware}-torch{torch.__version__}"
     return "".join(c if c.isalnum() or c in "-." else "_" for c in name)
+
+
+def known_margin(model: nn.Module, device: torch.device | None = None) -> float:
+    """The margin of a model on a device: 0.05 keeps 5% of a budget free. 0 where none was needed yet.
+
+    With device=None it is the device that the model is on.
+    """
+    device = device or next((p.device for p in model.parameters()), None)
+    if device is None or device.type == "meta":
+        return 0.0
+    return _margins_in(_file_of(device)).get(_digest(model), 0.0)
+
+
+def remember_margin(model: nn.Module, device: torch.device, margin: float) -> None:
+    """Save a margin for later runs of such a model on this device."""
+    name, model_key = _file_of(device), _digest(model)
+    with only_writer(name):
+        margins = _margins_in(name)
+        margins.pop(model_key, None)
+        latest = [*margins.items(), (model_key, margin)][-_MOST_MODELS:]
+        keep(name, json.dumps({"margins": dict(latest)}).encode())
+
+
+def _margins_in(name: str) -> dict[str, float]:
+    """Margins by model, the latest last; none where the file is absent or damaged."""
+    try:
+        margins = json.loads(kept(name))["margins"]
+        return {str(model_key): min(1.0, max(0.0, float(margin))) for model_key, margin in margins.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def _digest(model: nn.Module) -> str:
+    """Equal for models of one class with equal parameters and buffers, but for what these hold."""
+    tensors, kind = [*model.named_parameters(), *model.named_buffers()], type(model)
+    layout = [(name, _shape(t), str(t.dtype)) for name, t in tensors]
+    return hashlib.sha256(repr((kind.__module__, kind.__qualname__, layout)).encode()).hexdigest()[:32]
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    with contextlib.suppress(RuntimeError):  # lazy and nested ones have none
+        return tuple(tensor.shape)
+    return None
+
+
+def _file_of(device: torch.device) -> str:
+    return f"margin-{device_name(device)}.json"

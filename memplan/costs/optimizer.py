@@ -35,13 +35,6 @@ class OptimizerMemory(NamedTuple):
     requests: Blocks = ()
 
 
-def optimizer_needs(
-    optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
-) -> tuple[int, int]:
-    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), as `optimizer_memory` says."""
-    return optimizer_memory(optimizer, device, without)[:2]
-
-
 def optimizer_memory(
     optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
 ) -> OptimizerMemory:
@@ -73,7 +66,7 @@ def optimizer_memory(
 def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
     """Bytes that updating each parameter by itself allocates beyond its state, with parameters on `device`.
 
-    Raises UnsupportedModel as `optimizer_needs` does.
+    Raises UnsupportedModel as `optimizer_memory` does.
     """
     found: dict[torch.Tensor, int] = {}
     known: dict[Any, int] = {}
@@ -282,19 +275,16 @@ class _AllocationMeter(private.TorchDispatchMode):
             self.traffic_bytes += sum(t.nbytes for t in (*inputs, *made, *written_by(func, args, kwargs or {})))
         for tensor in _tensors(result):
             if tensor.device.type == self._device.type:
-                if storage_key(tensor) not in given and storage_key(tensor) not in self._known:
-                    self._add(tensor)
+                key, storage = storage_key(tensor), tensor.untyped_storage()
+                if key not in given and key not in self._known:
+                    size = allocated_bytes(storage.nbytes(), self._device)
+                    self._known[key] = name, _ = len(self.requests), size
+                    if size:
+                        self.requests.append((name, size))
+                    self._live_bytes += size
+                    self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+                    weakref.finalize(storage, self._remove, key)
         return result
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        key, storage = storage_key(tensor), tensor.untyped_storage()
-        size = allocated_bytes(storage.nbytes(), self._device)
-        self._known[key] = name, _ = len(self.requests), size
-        if size:
-            self.requests.append((name, size))
-        self._live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
-        weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
         name, size = self._known.pop(key, (0, 0))

@@ -3,10 +3,9 @@
 Enters: a `Traced` step. Leaves: a `Traced` step with fewer ops, whose bits do not depend on budget or schedule. Start
 with `fuse_step`, which reads as its stages:
 
-- `step_graph` writes the step as one functional graph (`fusible` says which ops can be fused).
-- `groups` joins what can run together.
+- `step_graph` says which ops can be fused, and writes the step as one functional graph.
+- `groups` joins what can run together, and has results written over what is read for the last time (`donate`).
 - `rematerialise` has backward make again what is cheap.
-- `donations` has results written over what is read for the last time.
 - `compile_groups` compiles and tries each distinct group: `group_program` is a group as plain data, with what is known
   of it on disk, `workers` are the processes that compile it.
 - `fused_step` writes the result.

@@ -54,7 +54,18 @@ class GroupCompiler:
         keys = {group: program.key for group, program in programs.items()}
         if dry:
             return [FusedKernel(keys[unit], None) if isinstance(unit, FusedGroup) else None for unit in units]
-        self._compile({keys[group]: program for group, program in programs.items()})
+        known = self._kernels.keys() | self._failed.keys()
+        missing = {keys[group]: program for group, program in programs.items() if keys[group] not in known}
+        self._failed |= compile_elsewhere({key: p for key, p in missing.items() if read_record(key) is None})
+        for key, program in missing.items():
+            if key not in self._failed:
+                try:
+                    # Quick where a record and the code are on disk.
+                    call, over = program.writing(read_record(key)).compiled()
+                    write_record(key, over)
+                    self._kernels[key] = FusedKernel(key, call), over
+                except Exception as error:
+                    self._failed[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         failed = [group for group, key in keys.items() if key in self._failed]
         if failed:
             log.warning(
@@ -65,17 +76,3 @@ class GroupCompiler:
         for group, key in keys.items():
             group.over = self._kernels[key][1]
         return [self._kernels[keys[unit]][0] if isinstance(unit, FusedGroup) else None for unit in units]
-
-    def _compile(self, programs: dict[str, GroupProgram]) -> None:
-        missing = {k: p for k, p in programs.items() if k not in self._kernels and k not in self._failed}
-        unknown = {k: p for k, p in missing.items() if read_record(k) is None}
-        self._failed |= compile_elsewhere(unknown)
-        for key, program in missing.items():
-            if key not in self._failed:
-                try:
-                    # Quick where a record and the code are on disk.
-                    call, over = program.writing(read_record(key)).compiled()
-                    write_record(key, over)
-                    self._kernels[key] = FusedKernel(key, call), over
-                except Exception as error:
-                    self._failed[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.fusion.compile_groups import GroupCompiler
-from memplan.fusion.donations import donate
-from memplan.fusion.fused_step import fused_step
-from memplan.fusion.fusible import fusible_ops
+from memplan.fusion.fused_step import FusedStepWriter
 from memplan.fusion.group_program import GroupProgram
-from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
+from memplan.fusion.groups import Grouper, Unit, donate, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
-from memplan.fusion.step_graph import StepGraph, place_of_node
+from memplan.fusion.step_graph import StepGraph, is_fusible, place_of_node
 
 _process_compiler = GroupCompiler()
 
@@ -33,10 +31,10 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
     missing = "" if dry else private.missing_compiler(traced.device)
     if missing:
         raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
-    extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
+    extern = {index for index in range(len(traced.graph.ops)) if not is_fusible(traced, index)}
     while True:
         step = StepGraph(traced, extern)
-        units = without_dead(step, grouped_units(step))
+        units = without_dead(step, Grouper(step).units())
         rematerialise(step, units)
         set_ends(step, units)
         donate(step, units)
@@ -51,7 +49,7 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
                 raise ValueError("random='counter' needs groups that can't be compiled here; leave it out")
             extern |= failed
             continue
-        return fused_step(step, units, kernels) if any(kernels) else traced
+        return FusedStepWriter(step, units, kernels).traced() if any(kernels) else traced
 
 
 def _alone(units: Sequence[Unit]) -> set[int]:

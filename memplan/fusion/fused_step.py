@@ -18,13 +18,9 @@ from memplan.fusion.step_graph import StepGraph, place_of_node
 from memplan.problem.data import FUSED, Effect, Graph, Op, Value
 
 
-def fused_step(step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKernel | None]) -> Traced:
-    """The step. kernels: of each unit that is a group."""
-    return _Writer(step, units, kernels).traced()
-
-
-class _Writer:
+class FusedStepWriter:
     def __init__(self, step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKernel | None]) -> None:
+        """kernels: of each unit that is a group."""
         self._step, self._old = step, step.traced
         self._units = sorted(
             zip(units, kernels, strict=True), key=lambda pair: phase_of_unit(step, pair[0]) == "backward"

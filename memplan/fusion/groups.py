@@ -1,13 +1,17 @@
-"""Which primitives of a step run together: groups along producers, siblings and readers, in one phase, in no circle."""
+"""Which primitives of a step run together: groups along producers, siblings and readers, in one phase, in no circle.
+
+Results of groups are written over what is read for the last time, as eager's own ops in place do (`donate`).
+"""
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
+import torch
 from torch import fx
 
 from memplan.fusion.step_graph import (
@@ -15,7 +19,6 @@ from memplan.fusion.step_graph import (
     base_of,
     bases_read,
     bytes_of_node,
-    is_tensor,
     node_kind,
     place_of_node,
     readers_of,
@@ -24,6 +27,7 @@ from memplan.problem.data import Phase
 
 REACH = 3  # ops that are not fused and may lie between members of a group
 MOST_NODES = 120  # in a group
+_LEAST_BYTES = 4096  # of what is worth to be written over something
 
 
 @dataclass(eq=False)
@@ -54,12 +58,7 @@ def phase_of_unit(step: StepGraph, unit: Unit) -> Phase:
     return step.traced.graph.ops[unit].phase if isinstance(unit, int) else unit.phase
 
 
-def grouped_units(step: StepGraph) -> list[Unit]:
-    """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
-    return _Grouper(step).units()
-
-
-class _Grouper:
+class Grouper:
     """Puts one node after the other into a group that is there, or into a new one."""
 
     def __init__(self, step: StepGraph) -> None:
@@ -81,7 +80,13 @@ class _Grouper:
                 self._place(node)
 
     def units(self) -> list[Unit]:
-        turn = {group: self._turn(members) for group, members in self._members.items()}
+        """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
+        turn: dict[int, int] = {}  # of each group: it runs as the first op of which something leaves it
+        for group, members in self._members.items():
+            members.sort(key=self._position.__getitem__)
+            inside = set(members)
+            leaving = [m for m in members if node_kind(m) == "extern" or any(u not in inside for u in readers_of(m))]
+            turn[group] = min((place_of_node(m).op for m in leaving), default=place_of_node(members[-1]).op)
         graph = nx.DiGraph()
         graph.add_nodes_from(self._members)
         graph.add_edges_from((group, after) for group in self._members for after in self._successors[group])
@@ -183,13 +188,6 @@ class _Grouper:
                 stack.extend(self._successors[group])
         return False
 
-    def _turn(self, members: list[fx.Node]) -> int:
-        """When a group runs: as the first op of which something leaves it."""
-        members.sort(key=self._position.__getitem__)
-        inside = set(members)
-        leaving = [m for m in members if node_kind(m) == "extern" or any(u not in inside for u in readers_of(m))]
-        return min((place_of_node(m).op for m in leaving), default=place_of_node(members[-1]).op)
-
 
 def without_dead(step: StepGraph, units: list[Unit]) -> list[Unit]:
     """Leave out ops whose results nobody reads any more: memory that an op in place was to write to."""
@@ -230,4 +228,53 @@ def set_ends(step: StepGraph, units: Iterable[Unit]) -> None:
     for unit in units:
         if not isinstance(unit, int):
             own = [n for n in unit.nodes if place_of_node(n).phase == unit.phase]
-            unit.outputs = [n for n in own if n in wanted and is_tensor(n)]
+            unit.outputs = [n for n in own if n in wanted and isinstance(n.meta["val"], torch.Tensor)]
+
+
+def donate(step: StepGraph, units: Sequence[Unit]) -> None:
+    """Set what each group may write over what: position of an output -> that of the input."""
+    kept = kept_outside(step)
+    reads = [set(bases_read(step.externs[u])) if isinstance(u, int) else set(u.inputs) for u in units]
+    makes = [set(step.externs[u].users) if isinstance(u, int) else set(u.outputs) for u in units]
+    phases = [phase_of_unit(step, unit) for unit in units]
+    last = {base: position for position, bases in enumerate(reads) for base in bases}
+    readers = Counter(base for bases in reads for base in bases)
+    tensors_of_value = Counter(value for value, _ in step.home.values())
+
+    def is_free(given: fx.Node, group: FusedGroup, position: int) -> bool:
+        """Whether nobody reads an input of a group once the group has run, in every schedule."""
+        if given in kept or last[given] != position or node_kind(given) not in ("result", "computed"):
+            return False
+        value = step.home.get(given, (None, None))[0]
+        if value is not None:
+            facts = step.traced.graph.values[value]
+            if tensors_of_value[value] != 1 or facts.role != "activation" or facts.held:
+                return False
+        if group.phase == "forward":
+            return readers[given] == 1
+        if place_of_node(given).phase == "backward":
+            return True
+        from_it = {given}  # what forward would make again from it: who reads that later needs the input, too
+        for bases, made, phase in zip(reads, makes, phases, strict=True):
+            if phase == "forward" and bases & from_it:
+                from_it |= made
+        return not any(bases & from_it for bases in reads[position + 1 :])
+
+    for position, unit in enumerate(units):
+        if isinstance(unit, int):
+            continue
+        unit.over = {}
+        for o, output in enumerate(unit.outputs):
+            if output in kept or bytes_of_node(output) < _LEAST_BYTES:
+                continue
+            for i, given in enumerate(unit.inputs):
+                if i not in unit.over.values() and _fits(given, output) and is_free(given, unit, position):
+                    unit.over[o] = i
+                    break
+
+
+def _fits(given: fx.Node, output: fx.Node) -> bool:
+    a: torch.Tensor = given.meta["val"]
+    b: torch.Tensor = output.meta["val"]
+    whole = a.untyped_storage().nbytes() == bytes_of_node(given) and a.is_contiguous() and b.is_contiguous()
+    return whole and a.dtype == b.dtype and a.numel() == b.numel()

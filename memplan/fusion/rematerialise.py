@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from memplan.fusion.groups import FusedGroup, Unit
-from memplan.fusion.step_graph import StepGraph, base_of, bases_read, bytes_of_node, is_tensor, node_kind, place_of_node
+from memplan.fusion.step_graph import StepGraph, base_of, bases_read, bytes_of_node, node_kind, place_of_node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -66,7 +66,7 @@ def _cut(
         return max(1, size // (8 if node in read_anyway else 1))
 
     def can_make(node: fx.Node) -> bool:
-        if node not in forward or node.target in _NEVER or not is_tensor(node):
+        if node not in forward or node.target in _NEVER or not isinstance(node.meta["val"], torch.Tensor):
             return False
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CHEAP
         return pointwise and bytes_of_node(node) * _SMALL >= largest

@@ -14,10 +14,24 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.layout import tensors_of
 from memplan.problem.data import Phase
 from memplan.torch_private import pytree
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+# Beside what PyTorch tags as pointwise: Inductor's decompositions of these are pointwise ops and reductions.
+_NAMES = (
+    "native_layer_norm", "native_layer_norm_backward", "_log_softmax", "_log_softmax_backward_data", "_softmax",
+    "_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "clone", "_to_copy", "cat", "constant_pad_nd",
+    "tanh_backward", "gelu", "gelu_backward", "silu", "silu_backward", "threshold_backward", "sigmoid_backward",
+    "native_dropout_backward", "embedding", "sum", "mean", "copy", "zeros", "full", "arange", "ones",
+    "slice_backward", "select_backward", "new_zeros", "_safe_softmax", "tril", "empty_strided",
+)  # fmt: skip
+_COMPOSITE = frozenset(getattr(aten, name).default for name in _NAMES if hasattr(getattr(aten, name), "default")) | {
+    aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.var_mean.correction, aten.pow.Tensor_Scalar,
+    aten.mul.Scalar, aten.add.Scalar, aten.arange.start, aten.arange.start_step, aten.scalar_tensor.default,
+}  # fmt: skip
 
 NodeKind = Literal["source", "extern", "result", "computed", "view"]
 
@@ -43,10 +57,6 @@ def node_kind(node: fx.Node) -> NodeKind:
 def place_of_node(node: fx.Node) -> NodePlace:
     place: NodePlace = node.meta["place"]
     return place
-
-
-def is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta["val"], torch.Tensor)
 
 
 def bytes_of_node(node: fx.Node) -> int:
@@ -188,7 +198,10 @@ class StepGraph:
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         target, in_place = functional_target(kernel)
         args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda node: self.look(node, kernel.reads[node]))
-        copied = target is aten.copy.default and _lie_alike(args[0], args[1])
+        copied = target is aten.copy.default
+        if copied:  # to where it would lie in the same way
+            first, second = (node.meta["val"] for node in args[:2])
+            copied = first.device == second.device and (first.shape, first.stride()) == (second.shape, second.stride())
         results = [args[1]] if copied else self._expanded(target, args, kwargs)
         if results is None:
             return False
@@ -246,12 +259,6 @@ class StepGraph:
         return [None if result is None else local[result] for result in found]
 
 
-def _lie_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the tensors of two nodes are on one device, with equal shapes and strides."""
-    first, second = a.meta["val"], b.meta["val"]
-    return bool(first.device == second.device and first.shape == second.shape and first.stride() == second.stride())
-
-
 def is_sum_in_place(kernel: Kernel) -> bool:
     """Whether it is a sum that is traced out of place, and runs in place as in eager."""
     return kernel.target is aten.add_.Tensor and kernel.node.target is aten.add.Tensor
@@ -268,3 +275,46 @@ def functional_target(kernel: Kernel) -> tuple[Any, bool]:
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
     return getattr(packet, target._overloadname, None) if packet is not None else None, True
+
+
+def is_fusible(traced: Traced, index: int) -> bool:
+    op, kernel = traced.graph.ops[index], traced.kernels[index]
+    if op.random or op.effects or not op.recomputable or kernel.args is not kernel.repeat_args:
+        return False
+    target, in_place = functional_target(kernel)
+    if not isinstance(target, private.OpOverload) or target.namespace not in ("aten", "prims"):
+        return False
+    if target not in _COMPOSITE and torch.Tag.pointwise not in target.tags and not private.keeps_to_seed(target):
+        return False
+    values = traced.graph.values
+    if in_place and not _writes_a_whole_value(traced, index):
+        return False
+    if not in_place and not is_sum_in_place(kernel) and any(values[v].reuses is not None for v in op.outputs):
+        return False
+    if any(len(traced.roots[v]) != 1 for v in op.outputs):
+        return False
+    results = [root.meta["val"] for v in op.outputs for root in traced.roots[v]]
+    if not all(isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() == t.nbytes for t in results):
+        return False
+    read = [t for node in kernel.reads for t in tensors_of(node.meta["val"])]
+    return not any(t.is_complex() for t in (*read, *results))
+
+
+def _writes_a_whole_value(traced: Traced, index: int) -> bool:
+    """Whether an op in place writes all of one value of the step, and nothing else."""
+    op, kernel = traced.graph.ops[index], traced.kernels[index]
+    if len(op.outputs) != 1 or kernel.made:
+        return False
+    (value,) = op.outputs
+    old = traced.graph.values[value].reuses
+    if old is None or traced.graph.values[old].resident:
+        return False
+    if len(traced.roots[old]) != 1 or len(traced.roots[value]) != 1:
+        return False
+    written = written_nodes(kernel.node)
+    if len(written) != 1:
+        return False
+    (node,) = written
+    while node in traced.parents and (node.target in op_facts.SAME_TENSOR or written_nodes(node)):
+        node = traced.parents[node]
+    return node is traced.roots[value][0]

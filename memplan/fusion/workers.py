@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -41,7 +41,12 @@ def compile_elsewhere(programs: Mapping[str, GroupProgram]) -> dict[str, str]:
     workers = [_Worker(bool(on_gpu)) for _ in range(count)]
     try:
         while workers:
-            for worker, answer in _answers(workers):
+            wait_s = max(0.0, min(worker.until_s for worker in workers) - time.monotonic())
+            ready, _, _ = select.select([worker.stdout for worker in workers], [], [], wait_s)
+            for worker in [w for w in workers if w.stdout in ready or w.until_s <= time.monotonic()]:
+                # What went wrong, empty where nothing did; None where no answer will come.
+                line = worker.stdout.readline() if worker.stdout in ready else b""
+                answer = str(json.loads(line)) if line else None
                 if worker.job is not None:
                     done += 1
                     show_count("compiling groups", done, len(programs))
@@ -92,20 +97,6 @@ class _Worker:
         for pipe in (self.stdin, self.stdout):
             with contextlib.suppress(OSError):
                 pipe.close()
-
-
-def _answers(workers: Sequence[_Worker]) -> list[tuple[_Worker, str | None]]:
-    """Wait for answers of workers: what went wrong, empty where nothing did; None where no answer will come."""
-    wait_s = max(0.0, min(worker.until_s for worker in workers) - time.monotonic())
-    ready, _, _ = select.select([worker.stdout for worker in workers], [], [], wait_s)
-    found: list[tuple[_Worker, str | None]] = []
-    for worker in workers:
-        if worker.stdout in ready:
-            line = worker.stdout.readline()
-            found.append((worker, str(json.loads(line)) if line else None))
-        elif worker.until_s <= time.monotonic():
-            found.append((worker, None))
-    return found
 
 
 def serve() -> None:

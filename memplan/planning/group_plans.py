@@ -9,7 +9,7 @@ from typing import Any
 
 from memplan.capture.capture import Capture
 from memplan.costs.known_costs import device_name
-from memplan.costs.optimizer import optimizer_needs
+from memplan.costs.optimizer import optimizer_memory
 from memplan.errors import BudgetInfeasible, MemplanError, Refused, or_raise
 from memplan.logs import log
 from memplan.planning.limits import Limits
@@ -158,7 +158,7 @@ class GroupPlans:
     def _facts(self, captured: Capture) -> tuple[object, ...]:
         """What a plan depends on, beside the budget."""
         settings, device = self._settings, captured.traced.device
-        needs = None if settings.optimizer is None else optimizer_needs(settings.optimizer, device)
+        needs = None if settings.optimizer is None else optimizer_memory(settings.optimizer, device)[:2]
         return (
             captured.traced.graph, device_name(device), needs, self._limits.accumulate, settings.grads, settings.costs,
             settings.search, self._placement.host_budget, self._placement.known_link, settings.update,

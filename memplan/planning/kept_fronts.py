@@ -25,7 +25,7 @@ from memplan.cache import is_used, keep, keep_newest, kept
 from memplan.config import Config
 from memplan.errors import InvalidPlanFile
 from memplan.problem.data import Problem
-from memplan.problem.file import Reader, pack, problem_to_json, read_checked, unpack
+from memplan.problem.file import Reader, pack, read_checked, unpack
 from memplan.solvers import Bound, Candidate, Front, front_of_orders
 from memplan.solvers.bounds.dual import BoundLine
 
@@ -40,7 +40,7 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
     In it is the schedule of the smallest peak that is known for the graph, if it is no larger here than what was found.
     """
     costs = dataclasses.replace(problem.costs, requests=())
-    content = problem_to_json(dataclasses.replace(problem, costs=costs, budget_bytes=None, requests=None))
+    content = dataclasses.asdict(dataclasses.replace(problem, costs=costs, budget_bytes=None, requests=None))
     key = _digest(content, config, memplan.__version__, _digest_of_solvers())
     name = f"front-{key[:32]}.json.gz"
     front = _read(name, lambda content: _from_json(content, key, problem, config))

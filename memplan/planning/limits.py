@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from memplan.costs.margin import known_margin, remember_margin
+from memplan.costs.known_costs import known_margin, remember_margin
 from memplan.logs import log
 from memplan.planning.settings import Settings
 from memplan.problem.budgets import budget_bytes_of, device_bytes

@@ -21,7 +21,7 @@ from memplan.runtime.host.place import materialise, place
 from memplan.runtime.host.streams import measure_link
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
-from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.collectives import Gathers
 from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.sharded_model import ShardedModel
 

@@ -16,7 +16,7 @@ from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_html import html_text
 from memplan.plans.plan_text import report_text, summary
 from memplan.problem.data import Graph
-from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, read_checked, unpack
+from memplan.problem.file import Reader, pack, problem_from_json, read_checked, unpack
 from memplan.problem.schedule import (
     Boundary,
     Compute,
@@ -127,7 +127,7 @@ def plan_to_bytes(plan: Plan) -> bytes:
     names = ("solver", "lower_bound_s", "floor_bytes", "floor_time_s", "truncated")
     content = {"format": _FORMAT, "version": _VERSION} | {name: getattr(plan, name) for name in names}
     content["schedule"] = [[_NAMES_OF_STEPS[type(step)], *asdict(step).values()] for step in plan.schedule]
-    return pack(content | problem_to_json(plan.problem))
+    return pack(content | asdict(plan.problem))
 
 
 def plan_from_bytes(data: bytes) -> Plan:

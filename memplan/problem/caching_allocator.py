@@ -221,16 +221,10 @@ class CachingAllocator:
         segment_bytes = SMALL_SEGMENT_BYTES if pool.small else _large_segment_bytes(size)
         if self._limit is not None and self.reserved_bytes + segment_bytes > self._limit:
             return None
-        if self._expandable:
-            return self._expand(pool, size)
-        self._grow(segment_bytes)
-        return _Chunk(self._place(segment_bytes), segment_bytes, pool)
-
-    # -- expandable segments ----------------------------------------------------------------------------------------
-
-    def _expand(self, pool: _Pool, size: int) -> _Chunk:
-        """A free block of the segment with pages mapped where they are missing. (`try_allocate_expandable_block`)"""
-        block = self._room(pool, size)
+        if not self._expandable:
+            self._grow(segment_bytes)
+            return _Chunk(self._place(segment_bytes), segment_bytes, pool)
+        block = self._room(pool, size)  # pages are mapped where they are missing (`try_allocate_expandable_block`)
         if not block.mapped:
             block = self._map(block, size)
         while block.size_bytes < size:
@@ -238,6 +232,8 @@ class CachingAllocator:
             block = self._map(block.after, size - block.size_bytes)
         pool.take(block)
         return block
+
+    # -- expandable segments ----------------------------------------------------------------------------------------
 
     def _room(self, pool: _Pool, size: int) -> _Chunk:
         """Where the segment has room for this size, pages that are not mapped included. (`find_expandable_block`)

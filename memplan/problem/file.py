@@ -9,7 +9,6 @@ import json
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any, TypeVar, get_type_hints
 
 from memplan.errors import IllegalSchedule, InvalidPlanFile
@@ -34,13 +33,8 @@ _T = TypeVar("_T")
 _type_hints = functools.cache(get_type_hints)
 
 
-def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """The problem as plain tuples, dicts, strings and numbers."""
-    return asdict(problem)
-
-
 def problem_from_json(content: dict[str, Any]) -> Problem:
-    """The problem in such a dict. Raises InvalidPlanFile, or what `read_checked` turns into it."""
+    """The problem in what `asdict` gives of one. Raises InvalidPlanFile, or what `read_checked` turns into it."""
     graph, in_flight = _read_graph(Reader.typed(content, "graph", dict)), content["in_flight"]
     if type(in_flight) is not int or in_flight < 1:
         raise InvalidPlanFile(f"'in_flight' is {in_flight!r}, expected an integer of 1 or more")
@@ -81,9 +75,9 @@ def read_checked(what: str, read: Callable[[], _T]) -> _T | InvalidPlanFile:
     """What `read` gives, or what is wrong with the content. An unreadable file stays an OSError."""
     try:
         return read()
-    except (InvalidPlanFile, IllegalSchedule) as error:
-        if isinstance(error, InvalidPlanFile):
-            return error
+    except InvalidPlanFile as error:
+        return error
+    except IllegalSchedule as error:
         return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
     except (*_UNSOUND, gzip.BadGzipFile) as error:
         return InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again")

@@ -36,7 +36,7 @@ class LaneSpan:
     end_s: float
 
 
-class Lanes:
+class _Lanes:
     """Where the clock stands, and how long each lane is taken.
 
     - time_s: now.
@@ -50,17 +50,31 @@ class Lanes:
         self._free_s: dict[CopyDirection, float] = {"out": 0.0, "in": 0.0, "network": 0.0}
         self._updated_s = 0.0  # when the CPU is done with updates
 
-    def compute(self, op: int) -> None:
-        """Run an op."""
-        begin_s = self.time_s
-        self.time_s += self.problem.costs.time_s[op]
-        self._note("compute", op, begin_s, self.time_s)
+    def run(self, steps: Schedule, arriving: dict[int, float]) -> None:
+        """Run steps of one microbatch. arriving: when its copies will be done."""
+        values, ops, time_s = self.problem.graph.values, self.problem.graph.ops, self.problem.costs.time_s
+        for step in steps:
+            match step:
+                case Compute(op) if ops[op].is_asynchronous:
+                    value = ops[op].outputs[0]
+                    arriving[value] = self._occupy("network", value, 0.0, time_s[op])
+                case Compute(op):
+                    begin_s = self.time_s
+                    self.time_s += time_s[op]
+                    self._note("compute", op, begin_s, self.time_s)
+                case Offload(value):
+                    arriving[value] = self._copy(value, "out")
+                case Prefetch(value):
+                    arriving[value] = self._copy(value, direction_of(self.problem, value))
+                case Wait(value):
+                    self._wait(arriving.pop(value))
+                case SurfaceGrads(gradients):
+                    for gradient in gradients:
+                        if values[gradient].updates and values[gradient].home == "host":
+                            self._update(gradient)
 
-    def copy(self, value: int, direction: CopyDirection) -> float:
-        """Begin to copy a value, and give when the copy will be done.
-
-        direction: "out" to the host, "in" to the device, or "network" where all ranks gather a sharded parameter.
-        """
+    def _copy(self, value: int, direction: CopyDirection) -> float:
+        """Begin to copy a value, or to gather a sharded parameter. Gives when that will be done."""
         link, gather = self.problem.link, self.problem.gather
         if direction == "network":
             assert gather is not None
@@ -71,10 +85,6 @@ class Lanes:
             speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
         return self._occupy(direction, value, latency_s, self.problem.graph.values[value].size_bytes / speed)
 
-    def collective(self, op: int) -> float:
-        """Start a collective, and give when the collective will be done."""
-        return self._occupy("network", self.problem.graph.ops[op].outputs[0], 0.0, self.problem.costs.time_s[op])
-
     def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
         """Take a lane from when it is free. Gives when that ends. value: which `LaneSpan.index` names."""
         begin_s = max(self.time_s, self._free_s[lane])
@@ -82,14 +92,14 @@ class Lanes:
         self._note(lane, value, begin_s, end_s)
         return end_s
 
-    def wait(self, end_s: float) -> None:
+    def _wait(self, end_s: float) -> None:
         """Compute nothing before `end_s`."""
         if end_s > self.time_s:
             self.stall_s += end_s - self.time_s
             self._note("stall", -1, self.time_s, end_s)
             self.time_s = end_s
 
-    def update(self, gradient: int) -> None:
+    def _update(self, gradient: int) -> None:
         """Let the CPU update the parameter of a gradient on the host, once it is done with the updates before."""
         begin_s = max(self.time_s, self._updated_s)
         size_bytes = self.problem.graph.values[gradient].size_bytes
@@ -98,11 +108,11 @@ class Lanes:
 
     def finish(self) -> None:
         """End the step when the CPU is done, with what it updates after the step as well."""
-        self.wait(self._updated_s)
+        self._wait(self._updated_s)
         for index, value in enumerate(self.problem.graph.values):
             if value.role == "gradient" and value.home == "host" and not value.updates:
-                self.update(index)
-        self.wait(self._updated_s)
+                self._update(index)
+        self._wait(self._updated_s)
 
     def _note(self, lane: Lane, index: int, begin_s: float, end_s: float) -> None:
         if self.spans is not None:
@@ -119,13 +129,15 @@ def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, floa
 
     schedule: a legal one, which all of them run.
     """
-    lanes, turn = Lanes(problem), schedule.index(Boundary())
+    lanes, turn = _Lanes(problem), schedule.index(Boundary())
     arriving: list[dict[int, float]] = [{} for _ in range(problem.in_flight)]
     for steps in (schedule[:turn], schedule[turn:]):
         for own in arriving:
-            _run(lanes, steps, own)
+            lanes.run(steps, own)
     for _ in arriving:
         lanes.finish()
+    if problem.in_flight == 1:
+        return lanes.time_s, lanes.stall_s
     ops = problem.graph.ops
     ran = [step.op for step in schedule if isinstance(step, Compute) and not ops[step.op].is_asynchronous]
     ran_s = total_s(problem.costs.time_s[op] for op in ran)
@@ -139,31 +151,10 @@ def spans_of(problem: Problem, schedule: Schedule) -> tuple[tuple[float, ...], t
     Where several are in flight, this is one of them by itself.
     """
     spans: list[LaneSpan] = []
-    lanes, arriving, begins = Lanes(problem, spans), dict[int, float](), []
+    lanes, arriving, begins = _Lanes(problem, spans), dict[int, float](), []
     for step in schedule:
         begins.append(lanes.time_s)
-        _run(lanes, (step,), arriving)
+        lanes.run((step,), arriving)
     begins.append(lanes.time_s)
     lanes.finish()
     return tuple(begins), tuple(spans)
-
-
-def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:
-    """Half of a step of one microbatch. arriving: when its copies will be done."""
-    values, ops = lanes.problem.graph.values, lanes.problem.graph.ops
-    for step in steps:
-        match step:
-            case Compute(op) if ops[op].is_asynchronous:
-                arriving[ops[op].outputs[0]] = lanes.collective(op)
-            case Compute(op):
-                lanes.compute(op)
-            case Offload(value):
-                arriving[value] = lanes.copy(value, "out")
-            case Prefetch(value):
-                arriving[value] = lanes.copy(value, direction_of(lanes.problem, value))
-            case Wait(value):
-                lanes.wait(arriving.pop(value))
-            case SurfaceGrads(gradients):
-                for gradient in gradients:
-                    if values[gradient].updates and values[gradient].home == "host":
-                        lanes.update(gradient)

@@ -68,14 +68,11 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
         return None
     outside = _makers_of_outputs(problem)
-    found = [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
-    one, _ = found[-1]
-    if one.missed:
-        outside |= {step.op for index in one.missed if isinstance(step := schedule[index], Compute)}
-        found += [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
-    candidates = [
-        Steering(one.arena_bytes, one.moves, outside, one.kept_bytes) for one, outside in found if not one.missed
-    ]
+    found = lead(_microbatches(problem, schedule, outside), expandable, outside)
+    if found[-1].missed:
+        outside |= {step.op for index in found[-1].missed if isinstance(step := schedule[index], Compute)}
+        found += lead(_microbatches(problem, schedule, outside), expandable, outside)
+    candidates = [one for one in found if not one.missed]
     if not candidates:
         return None
     reserved = [reserved_bytes(problem, schedule, expandable, steering) for steering in candidates]
@@ -160,7 +157,6 @@ class _Heap:
         return address
 
     def free(self, address: int) -> None:
-        """Free a block; 0 is none."""
         self._allocator.free(address)
 
 

@@ -7,6 +7,7 @@ over gradients as they become final.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -142,10 +143,7 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
     drops = _last_uses(graph, order)
     final = _final_positions(graph, order)
     updates = update_positions(graph, order)
-    runs: dict[int, int] = {}
-    for ran in order:
-        runs[ran] = runs.get(ran, 0) + 1
-    left = dict(runs)
+    runs, left = Counter(order), Counter(order)
     steps: list[Step] = []
     pending: list[int] = []  # gradients, of which the first `ready` can be handed over
     ready = 0

@@ -36,12 +36,12 @@ says what each takes on the average.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from memplan.errors import IllegalSchedule
 from memplan.problem.data import Op, Problem
-from memplan.problem.lanes import CopyDirection, Lanes, direction_of, seconds_in_flight
+from memplan.problem.lanes import CopyDirection, direction_of, seconds_in_flight
 from memplan.problem.schedule import (
     BOUNDARY,
     Boundary,
@@ -70,11 +70,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     for step in schedule:
         machine.run(step)
     machine.finish()
-    timeline = machine.timeline()
-    if problem.in_flight > 1 and any(isinstance(step, Wait) for step in schedule):
-        time_s, stall_s = seconds_in_flight(problem, schedule)
-        timeline = replace(timeline, time_s=time_s, stall_s=stall_s)
-    return timeline
+    return machine.timeline(*seconds_in_flight(problem, schedule))
 
 
 def unplanned(problem: Problem) -> Timeline:
@@ -95,12 +91,11 @@ class _Copy:
     """A copy or a collective that runs.
 
     - direction: "out" to the host, "in" to the device, or "network" from all ranks.
-    - end_s, thrown_bytes: when it will be done, and what is freed then.
     - op: the collective; None of a copy.
+    - thrown_bytes: what is freed when it is done.
     """
 
     direction: CopyDirection
-    end_s: float
     op: Op | None = None
     thrown_bytes: int = 0
 
@@ -126,11 +121,9 @@ class _Machine:
         self.in_backward = False
         self.live_bytes = problem.resident_bytes  # without saved generator states
         self.rng_bytes = self.host_bytes = 0
-        self.lanes = Lanes(problem)
         self.after: list[int] = []
         self.during: list[int] = []
         self.host_after: list[int] = []
-        self.host_peak = 0
         self.live_peak = self.live_bytes
         self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
 
@@ -218,11 +211,9 @@ class _Machine:
         peak = self.live_bytes + self.rng_bytes + scratch_bytes + replay_bytes
         if op.is_asynchronous:
             thrown_bytes = min(new_bytes, gone_bytes)  # a second output, which is written until the wait
-            self.copying[op.outputs[0]] = _Copy("network", self.lanes.collective(index), op, thrown_bytes)
+            self.copying[op.outputs[0]] = _Copy("network", op, thrown_bytes)
             self.sent.update(op.inputs)
             gone_bytes -= thrown_bytes
-        else:
-            self.lanes.compute(index)
         self.live_bytes -= gone_bytes
         return peak
 
@@ -317,8 +308,6 @@ class _Machine:
             if value.home == "host":
                 if not self.elsewhere[index] or index in self.copying:
                     raise self._illegal(f"gradient {value.name} is handed over before it is on the host")
-                if value.updates:
-                    self.lanes.update(index)
                 continue
             if not self.live[index] or index in self.copying:
                 raise self._illegal(f"gradient {value.name} is handed over but not live, or still being reduced")
@@ -348,7 +337,6 @@ class _Machine:
             raise self._illegal(f"{value.name} is resident on the device and is not offloaded")
         self.elsewhere[index] = True
         self.host_bytes += value.size_bytes
-        self.host_peak = max(self.host_peak, self.host_bytes)
         self._begin(index, "out")
 
     def _prefetch(self, index: int) -> None:
@@ -368,7 +356,7 @@ class _Machine:
             raise self._illegal("the problem does not say how fast sharded parameters are gathered")
         if direction != "network" and self.problem.link is None:
             raise self._illegal("the problem has no link to host memory")
-        self.copying[index] = _Copy(direction, self.lanes.copy(index, direction))
+        self.copying[index] = _Copy(direction)
 
     def _wait(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
@@ -377,7 +365,6 @@ class _Machine:
         copy = self.copying.pop(index)
         self.sent.subtract(() if copy.op is None else copy.op.inputs)
         self.live_bytes -= copy.thrown_bytes
-        self.lanes.wait(copy.end_s)
 
     def _drop_host(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
@@ -410,9 +397,8 @@ class _Machine:
                 raise self._illegal(f"the host copy of {value.name} is never freed")
             if index in self.copying:
                 raise self._illegal(f"the copy of {value.name} is never waited for")
-        self.lanes.finish()
 
-    def timeline(self) -> Timeline:
+    def timeline(self, time_s: float, stall_s: float) -> Timeline:
         """What the steps come to beside the microbatches that wait. None waits while the optimizer steps."""
         others = self.problem.in_flight - 1
         waiting = others * (self.saved_bytes + self.saved_rng_bytes)
@@ -427,9 +413,9 @@ class _Machine:
             peak_bytes=peak,
             live_peak_bytes=max(self.live_peak + others * self.saved_bytes, later),
             peak_step=during.index(peak) if peak in during else 0,
-            time_s=self.lanes.time_s,
+            time_s=time_s,
             host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),
-            host_peak_bytes=self.host_peak + waiting_on_host,
-            stall_s=self.lanes.stall_s,
+            host_peak_bytes=max(self.host_after, default=0) + waiting_on_host,
+            stall_s=stall_s,
             waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
         )

@@ -67,6 +67,8 @@ class Steering:
     - outside: ops that make large blocks for the caller to hold, which are outside of the arena, with all that they ask
       for.
     - kept_bytes: what is in the arena when a further microbatch begins.
+    - missed: steps of the schedule that ask for blocks which have no place in the arena.
+    - reserved_bytes: of the arena, and of such blocks.
     - plugged_bytes: how much higher the peak of what is allocated is for the plugs.
     """
 
@@ -74,35 +76,24 @@ class Steering:
     moves: tuple[Moves, ...]
     outside: frozenset[int]
     kept_bytes: int = 0
+    missed: frozenset[int] = frozenset()
+    reserved_bytes: int = 0
     plugged_bytes: int = 0
 
 
-class Lead(NamedTuple):
-    """How microbatches go through an arena of `arena_bytes`.
-
-    - reserved_bytes: of the arena, and of blocks that have no place there.
-    - missed: steps of the schedule that ask for such blocks.
-    - kept_bytes: see `Steering`.
-    """
-
-    reserved_bytes: int
-    arena_bytes: int
-    moves: tuple[Moves, ...]
-    missed: frozenset[int]
-    kept_bytes: int = 0
-
-
-def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool) -> list[Lead]:
-    """Ways to lead microbatches through an arena that is as small as is found: with no block outside, then with some.
+def lead(
+    microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: frozenset[int] = frozenset()
+) -> list[Steering]:
+    """Ways to lead microbatches through an arena that is as small as is found: with no block missed, then with some.
 
     The second is only given where it reserves less. expandable: the allocator's setting `expandable_segments`.
     """
     blocks = _live_ranges([moment for moments in microbatches for moment in moments])
     if not blocks:
-        return [Lead(0, 0, tuple({} for _ in microbatches), frozenset())]
+        return [Steering(0, tuple({} for _ in microbatches), outside)]
     bound_bytes, events = most_alive(blocks.values()), {event for _, events in microbatches[0] for event in events}
     kept_bytes = sum(e.size_bytes for e in events if isinstance(e, Request) and Release(e.name) not in events)
-    found: list[Lead] = []
+    found: list[Steering] = []
     tried = set[tuple[int, ...]]()
     for unit, enough in _PACKINGS:
         rounded = [LiveRange(-(-b.size_bytes // unit) * unit, b.first, b.last) for b in blocks.values()]
@@ -118,8 +109,8 @@ def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool) -> list[Lea
             arena_bytes = -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
             leader = _Leader(arena_bytes, expandable, targets, blocks)
             moves = tuple(leader.run(moments) for moments in microbatches)
-            reserved_bytes, missed = arena_bytes + leader.outside_bytes, frozenset(leader.missed)
-            found.append(Lead(reserved_bytes, arena_bytes, moves, missed, kept_bytes))
+            missed, all_bytes = frozenset(leader.missed), arena_bytes + leader.outside_bytes
+            found.append(Steering(arena_bytes, moves, outside, kept_bytes, missed, all_bytes))
         found.sort(key=lambda one: (one.reserved_bytes, len(one.missed)))
         if found[0].reserved_bytes <= _GOOD * bound_bytes:
             break
@@ -224,17 +215,14 @@ class _Leader:
         """Moves for a microbatch. No plugs are there before and after it."""
         found: Moves = {}
         for index, events in moments:
-            moves, is_homeless = self._lead(events)
-            if moves:
+            if moves := tuple(self._lead(index, events)):
                 found[index] = moves
-            if is_homeless:
-                self.missed.add(index)
         self.holes = self.holes.after((0, offset) for offset in self.plugs)
         self.plugs.clear()
         return found
 
-    def _lead(self, events: tuple[Request | Release, ...]) -> tuple[tuple[Move, ...], bool]:
-        """Moves before the events of one step, which are then done; and whether a block had no place."""
+    def _lead(self, index: int, events: tuple[Request | Release, ...]) -> list[Move]:
+        """Moves before the events of one step, which are then done."""
         requests = [event for event in events if isinstance(event, Request)]
         moves = [(0, p) for p, n in self.plugs.items() if any(self._meets(p, n, r) for r in requests)]
         holes = self.holes.after(moves)
@@ -267,7 +255,8 @@ class _Leader:
                 self.plugs[offset] = size_bytes
             else:
                 del self.plugs[offset]
-        return tuple(moves), is_homeless
+        self.missed |= {index} if is_homeless else set()
+        return moves
 
     def _meets(self, plug: int, size_bytes: int, request: Request) -> bool:
         target = self.targets[request.name]

@@ -4,7 +4,6 @@ Start with `front.front`: `solve_front` has the best schedules for every budget,
 """
 
 from memplan.solvers.bounds.lower_bound import Bound as Bound
-from memplan.solvers.bounds.lower_bound import lower_bound as lower_bound
 from memplan.solvers.front.front import Candidate as Candidate
 from memplan.solvers.front.front import Front as Front
 from memplan.solvers.front.front import Progress as Progress

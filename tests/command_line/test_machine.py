@@ -14,7 +14,7 @@ import numba
 import pytest
 
 from memplan.command_line import caches
-from memplan.solvers.numeric import compiling
+from memplan.solvers.numeric import jit
 from tests.command_line.conftest import Run
 
 
@@ -39,14 +39,14 @@ def test_what_the_doctor_mends(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path / "file" / "folder"))
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(compiling, "is_on_disk", lambda kernel: False)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel: False)
     remedies = run("doctor", "--json").facts["remedies"]
     assert remedies["networkx"] == "pip install networkx" and "peft" not in remedies
     assert "MEMPLAN_CACHE_DIR" in remedies["costs"] and remedies["solvers"] == "memplan warmup"
 
 
 def test_a_warm_up_that_has_nothing_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "is_on_disk", lambda kernel: True)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel: True)
     monkeypatch.setattr(caches, "_plan_something", lambda: pytest.fail("planned"))
     assert "there is nothing to do" in run("warmup").out
     assert run("warmup", "--json").facts["compiled"] == 0
@@ -60,7 +60,7 @@ def test_a_warm_up_counts_what_is_compiled(run: Run, monkeypatch: pytest.MonkeyP
         one.__module__ = "memplan.solvers.made_up"
         numba.njit(one)(1)
 
-    monkeypatch.setattr(compiling, "is_on_disk", lambda kernel: False)
+    monkeypatch.setattr(jit, "is_on_disk", lambda kernel: False)
     monkeypatch.setattr(caches, "_plan_something", plans)
     facts = run("warmup", "--json").facts
     assert facts["compiled"] == 1 and facts["solvers"] > 70

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.costs.margin import known_margin, remember_margin
+from memplan.costs.known_costs import known_margin, remember_margin
 from memplan.installed import known_steps
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import plan_search

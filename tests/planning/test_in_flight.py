@@ -22,12 +22,12 @@ from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import schedule_of
 from memplan.problem.simulate import simulate
-from memplan.solvers import lower_bound, solve_front
+from memplan.solvers import solve_front
 from memplan.solvers.chain.expand import baselines
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order
-from tests.support.configs import with_figures
+from tests.support.configs import lower_bound, with_figures
 from tests.support.meter import LiveMeter
 from tests.support.random_graphs import llama_like, random_problems, resnet_like
 from tests.support.solver_oracle import all_orders, recount

@@ -28,8 +28,8 @@ from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Prefetch, Stay
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
-from memplan.runtime.host.standing import Contents
 from memplan.runtime.host.streams import FakeStreams
+from memplan.runtime.host.transfers import Contents
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import least_bytes, placements

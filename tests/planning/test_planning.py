@@ -20,9 +20,9 @@ from memplan.__main__ import main
 from memplan.capture.capture import capture
 from memplan.costs import bench
 from memplan.costs.measure import measure
-from memplan.costs.optimizer import optimizer_needs
 from tests.support.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.support.parameters import quickly
+from tests.support.small import optimizer_needs
 from tests.support.zoo import MODELS, assert_same_bits, copied, loss_of, run_steps, tensors_of
 
 

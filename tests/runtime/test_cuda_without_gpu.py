@@ -27,7 +27,7 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import bench, libraries
 from memplan.costs.bench import Bench
-from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_memory, optimizer_needs
+from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_memory
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.automatic import automatic_bytes, prepare_allocator
 from memplan.planning.settings import Settings
@@ -38,6 +38,7 @@ from memplan.runtime.host.streams import CudaStreams, FakeStreams
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.rng import held_rng, replay_random, restore_held_rng, restore_rng, save_rng
 from memplan.runtime.watch.observe import Observer
+from tests.support.small import optimizer_needs
 from tests.support.zoo import assert_same_bits, copied
 
 aten = torch.ops.aten

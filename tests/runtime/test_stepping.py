@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
-from memplan.runtime.host import stepping
+from memplan.runtime.host import place as stepping
 
 
 def test_scalers_wait_as_long_as_a_model_has_parameters_on_the_host() -> None:

@@ -18,7 +18,7 @@ from memplan.errors import IllegalSchedule
 from memplan.problem.data import Costs, Graph, Op, Problem, Value
 from memplan.problem.schedule import schedule_of
 from memplan.problem.simulate import simulate
-from memplan.solvers import lower_bound, solve_front
+from memplan.solvers import solve_front
 from memplan.solvers.bounds.dual import ascend
 from memplan.solvers.bounds.lower_bound import backward_bytes, bound_of
 from memplan.solvers.bounds.moments import MomentProgram, program_of, step_of
@@ -26,7 +26,7 @@ from memplan.solvers.front.methods import saved_of_moments
 from memplan.solvers.orders.flat import Flat, flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
-from tests.support.configs import with_figures
+from tests.support.configs import lower_bound, with_figures
 from tests.support.parameters import examples, quickly
 from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.support.solver_oracle import all_orders

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.problem.data import Costs, Graph, Problem
-from memplan.solvers.chain.expand import last_reads, outside_of
+from memplan.solvers.chain.expand import outside_of
 from memplan.solvers.chain.options import LocalBlock, localise
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exact.block import why_unsuited
@@ -20,7 +20,7 @@ from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_or
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 from memplan.solvers.exact.kernel import Rules
 from memplan.solvers.exact.whole_step import solve_step
-from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.flat import flatten, last_reads
 from memplan.solvers.orders.sketch import sketch_of
 from tests.support.exact_blocks import solve_block
 from tests.support.milp_oracle import checkmate, facts_of, shortest

@@ -12,13 +12,12 @@ from memplan.config import Config
 from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, schedule_of
 from memplan.problem.simulate import simulate
-from memplan.solvers.chain.expand import last_reads, outside_of
-from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy_orders
-from memplan.solvers.chain.hierarchy_options import best_options, plain_forward
+from memplan.solvers.chain.expand import outside_of
+from memplan.solvers.chain.hierarchy import Hierarchy, best_options, hierarchy_orders, plain_forward
 from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, measured
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.front.methods import MethodTask, blocks
-from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.flat import flatten, last_reads
 from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of
 from tests.support.configs import with_figures
 from tests.support.parameters import examples

@@ -13,11 +13,12 @@ from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, schedule_of
 from memplan.problem.simulate import simulate
-from memplan.solvers import lower_bound, solve_front
+from memplan.solvers import solve_front
 from memplan.solvers.chain.options import LocalBlock
 from memplan.solvers.exact.incumbents import BlockBudget
 from memplan.solvers.exact.whole_step import solve_step, whole_step
 from memplan.solvers.orders.flat import flatten
+from tests.support.configs import lower_bound
 from tests.support.milp_oracle import checkmate, joint, variables
 from tests.support.parameters import examples
 from tests.support.random_graphs import random_problems

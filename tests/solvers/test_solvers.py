@@ -18,8 +18,8 @@ from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
-from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.chain.expand import baselines, expand, solved_chain
+from memplan.solvers import solve_front
+from memplan.solvers.chain.expand import baselines, expand
 from memplan.solvers.chain.options import cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
@@ -29,9 +29,8 @@ from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
 from memplan.solvers.orders.sketch import keep_all
-from memplan.solvers.search.exchange import exchange
-from memplan.solvers.search.neighbourhood import search_neighbours
-from tests.support.configs import with_figures
+from memplan.solvers.search.neighbourhood import exchange, search_neighbours
+from tests.support.configs import lower_bound, solved_chain, with_figures
 from tests.support.parameters import examples
 from tests.support.random_graphs import (
     StepBuilder,
@@ -355,7 +354,7 @@ def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path, monkeypa
     assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
     monkeypatch.undo()
     digest_of_imports.cache_clear()
-    exchange = Path(jit.__file__).parent.parent / "search" / "exchange.py"
+    exchange = Path(jit.__file__).parent.parent / "search" / "neighbourhood.py"
     assert digest_of_imports(exchange) != hashlib.sha256().hexdigest()[:8]
     assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"
 

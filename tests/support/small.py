@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.costs.optimizer import optimizer_memory
 from tests.support.zoo import assert_same_bits, bits_of, copied
 
 
@@ -82,3 +83,10 @@ def nothing_changes(net: nn.Module, sample: Any = None) -> Iterator[None]:
     before = picture(net, sample)
     yield
     assert_same_bits(before, picture(net, sample), "state")
+
+
+def optimizer_needs(
+    optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
+) -> tuple[int, int]:
+    """(bytes of its state once it has stepped, bytes that a step allocates beyond that)."""
+    return optimizer_memory(optimizer, device, without)[:2]

@@ -58,7 +58,7 @@ class StepArena:
     def forward(self, steering: Steering | None, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context for a forward. Without steering it is outside of the arena. gradients: those that are there."""
         if not self._busy.acquire(blocking=False):
-            with self._paused():
+            with self.outside():
                 yield
             return
         try:
@@ -84,7 +84,7 @@ class StepArena:
     @contextlib.contextmanager
     def backward(self, forward: InFlightStep) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
-            with self._paused():
+            with self.outside():
                 yield
             return
         try:
@@ -113,13 +113,9 @@ class StepArena:
                 self._lose()
                 return
 
-    def outside(self) -> contextlib.AbstractContextManager[None]:
-        """A context within another, in which memory is not the arena's."""
-        return contextlib.nullcontext() if self._thread is None else self._paused()
-
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """A context in which this thread is not led, if it is."""
+    def outside(self) -> Iterator[None]:
+        """A context within another, in which this thread is not led, if it is: memory is not the arena's."""
         if self._thread != threading.get_ident():
             yield
             return

@@ -13,6 +13,7 @@ from torch import nn
 from memplan.capture.attributes.kept_memory import written_by
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.branches import as_without_modes
+from memplan.runtime.host.transfers import viewed_as
 from memplan.torch_private import RealOps, pytree
 
 aten = torch.ops.aten
@@ -99,8 +100,7 @@ class FetchedWhereUsed(RealOps):
             return tensor
         here = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=self._device)
         here.untyped_storage().copy_(tensor.untyped_storage())
-        empty = torch.empty(0, dtype=tensor.dtype, device=self._device)
-        return empty.set_(here.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        return viewed_as(here, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def _in_one_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The operands in the lowest precision among them, or in that of autocast.

@@ -1,13 +1,28 @@
-"""Moves parameters to where a plan has them live: on the device, or in pinned host memory."""
+"""Moves parameters to where a plan has them live: on the device, or in pinned host memory.
+
+Optimizers then step parameters of which some are on a GPU and some on the host. `GradScaler` and fused optimizers are
+made for gradients on several GPUs:
+
+- They copy the scale, and whether a gradient is infinite, to each gradient's device without waiting. From a GPU to the
+  host, the CPU would then read memory that is not written yet, and what it writes there itself would be overwritten.
+- Where gradients on both sides are infinite, fused optimizers are told 2, which they take for none.
+
+Also, state stays where it was made when its parameter moves. All of this is put right as soon as parameters go to the
+host.
+"""
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from memplan.runtime.host.stepping import bring_state, counts_beside, step_on_both_sides
+from memplan import torch_private as private
 
 Init = Callable[[str, torch.Tensor], None]
 
@@ -73,3 +88,100 @@ def _moved(tensor: torch.Tensor, home: torch.device, pinned: bool) -> torch.Tens
     if pinned and home.type == "cpu" and moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
         moved = moved.clone()  # a look at a part of something larger would be copied with all of it
     return moved.pin_memory() if pinned and home.type == "cpu" and not moved.is_pinned() else moved
+
+
+def step_on_both_sides(model: nn.Module) -> None:
+    """Let optimizers step parameters of this model that are on the host, until no such model is left.
+
+    `GradScaler`s wait for what they copy to the host, fused optimizers get it there, and PyTorch's optimizers find
+    their state where their parameters are.
+    """
+    _hear_of_steps()
+    _models.add(model)
+
+
+class _OnHost:
+    """Models with parameters on the host. While there is one, `GradScaler`s wait for their copies."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._count = 0
+        self._undo: Callable[[], None] = lambda: None
+
+    def add(self, model: nn.Module) -> None:
+        if model in self._models:
+            return
+        if not self._count:
+            self._undo = private.wait_for_scaler_copies()
+        self._models.add(model)
+        self._count += 1
+        weakref.finalize(model, self._let_go).atexit = False
+
+    def _let_go(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._undo()
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+
+_models = _OnHost()
+
+
+@functools.cache
+def _hear_of_steps() -> None:
+    """Register hooks, which stay, and do nothing while no model has parameters on the host.
+
+    Optimizers may be iterating over their hooks when the last such model is collected.
+    """
+    register_optimizer_step_pre_hook(_scales_on_host)
+    register_optimizer_step_pre_hook(_state_where_parameters_are)
+
+
+def bring_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, counts: bool) -> None:
+    """Move an optimizer's state of a parameter to the parameter's device.
+
+    counts: counts of steps move too, because kernels read them; else they are on the CPU, wherever the parameter is.
+    """
+    state = optimizer.state.get(parameter, {})
+    for key, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != parameter.device.type:
+            if tensor.dim() or counts or parameter.device.type == "cpu":
+                state[key] = tensor.to(parameter.device)
+
+
+def counts_beside(group: dict[str, Any]) -> bool:
+    """Whether counts of steps are on the device of their parameters in such a group."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Move state to its parameters, in PyTorch's own optimizers. Others may keep it elsewhere on purpose."""
+    if not _models or not type(optimizer).step.__module__.startswith("torch.optim."):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            bring_state(optimizer, parameter, counts_beside(group))
+
+
+def _scales_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Give an optimizer with parameters on the host the figures of a `GradScaler` there.
+
+    From the host they go on to a GPU in the order of its stream. Raises ValueError where a fused optimizer would copy
+    its learning rate to the host without waiting.
+    """
+    if not _models:
+        return
+    for group in optimizer.param_groups:
+        rate, on_host = group.get("lr"), any(p.device.type == "cpu" for p in group["params"])
+        if on_host and group.get("fused") and isinstance(rate, torch.Tensor) and rate.is_cuda:
+            raise ValueError(
+                "a fused optimizer reads a learning rate on a GPU too early where parameters live on the host. Give a "
+                "number, or a tensor on the CPU"
+            )
+    given = [name for name in ("grad_scale", "found_inf") if isinstance(getattr(optimizer, name, None), torch.Tensor)]
+    if given and any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
+        for name in given:
+            on_host = getattr(optimizer, name).cpu()
+            setattr(optimizer, name, on_host.clamp(max=1) if name == "found_inf" else on_host)

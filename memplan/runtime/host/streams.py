@@ -138,7 +138,6 @@ def streams_for(device: torch.device) -> Streams:
 
 
 def bytes_within(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.Tensor:
-    """Bytes of a storage as a tensor."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, start, (size_bytes,), (1,))
 

@@ -23,10 +23,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan import torch_private as private
 from memplan.capture.ops.layout import strides_that_matter
 from memplan.capture.ops.real_results import Facts, call_of, can_be_noted, facts_of, note_results
 from memplan.capture.ops.ways import OtherResults, Refusal
 from memplan.errors import PlanMismatch
+from memplan.problem.schedule import Offload, Prefetch, SaveRng, Schedule, Stay
+from memplan.runtime.program.parameters import ParameterStore
 
 TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
 
@@ -112,3 +115,29 @@ def decide(computed: torch.Tensor, planned: bool, where: str) -> None:
         raise OtherBranch(
             f"forward branches on a computed value that is {not planned}, planned for {planned} ({where})"
         )
+
+
+def refuse_capture(schedule: Schedule, store: ParameterStore, device: torch.device) -> None:
+    """Raise RuntimeError where a CUDA graph is captured that can't take a step, or would replay something else.
+
+    A caller may capture planned steps (`torch.cuda.graph`), as any of PyTorch's work. The graph has the step's kernels,
+    recomputes included, in memory of its own, where the plan's peak holds. A replay runs no Python: no check of the
+    key, no hook.
+    """
+    if not private.is_captured(device):
+        return
+    kinds = {type(step) for step in schedule}
+    if store.gathers is not None:
+        what = "gathers sharded parameters"
+    elif store.updates is not None:
+        what = "updates parameters while backward runs"
+    elif kinds & {Offload, Prefetch, Stay}:
+        what = "copies to and from host memory that other steps use, too"
+    elif SaveRng in kinds:
+        what = "runs random ops again, for which PyTorch puts back no generator meanwhile"
+    else:
+        return
+    raise RuntimeError(
+        f"memplan: a CUDA graph can't take this step, which {what}. Capture a step without that (a larger budget, no "
+        "dropout), or train without a graph"
+    )

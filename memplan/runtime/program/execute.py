@@ -24,8 +24,7 @@ from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
-from memplan.runtime.program.check import OtherBranch, run_checked
-from memplan.runtime.program.cuda_graphs import refuse_capture
+from memplan.runtime.program.check import OtherBranch, refuse_capture, run_checked
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.outputs import Outputs
@@ -173,8 +172,13 @@ class Runner:
         start, sizes = self._start(inputs, program), self._numbers_of[id(program)](numbers)
         may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
+        in_arena: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._steering is not None:
+            steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
+            gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
+            in_arena = self.store.arena.forward(steering, gradients)
         try:
-            with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), self._in_arena(numbers):
+            with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), in_arena:
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
@@ -203,13 +207,6 @@ class Runner:
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
-
-    def _in_arena(self, numbers: Numbers) -> contextlib.AbstractContextManager[None]:
-        if self._steering is None:
-            return contextlib.nullcontext()
-        steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
-        gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
-        return self.store.arena.forward(steering, gradients)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises PlanMismatch where it was made for others.

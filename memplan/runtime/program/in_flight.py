@@ -88,7 +88,7 @@ class Watched:
         self._sharded = store is not None and store.gathers is not None and [*map(store.is_sharded, names)]
         known = private.known_storage if store is None else store.known_storage
         self._storages = [*map(known, tensors)]  # while they are held, no other storage has one of their keys
-        self._then = self._look()
+        self.then = self._look()
 
     @staticmethod
     def of(tensors: Sequence[tuple[str, torch.Tensor]], constants: Mapping[str, torch.Tensor]) -> Watched:
@@ -100,11 +100,6 @@ class Watched:
     def named(names: Sequence[str], store: ParameterStore) -> Watched:
         """Parameters and buffers."""
         return Watched(names, store.tensors(names), store)
-
-    @property
-    def storage_keys(self) -> set[int]:
-        """Keys of their storages when forward ended."""
-        return {key for _, key, _ in self._then}
 
     def _look(self) -> list[tuple[int, int, int]]:
         """Version, storage and offset of each tensor."""
@@ -123,9 +118,9 @@ class Watched:
     def modified(self) -> tuple[str, int, int] | None:
         """(name, version, version when forward ended) of a tensor that was written to, or lies elsewhere."""
         now = self._look()
-        if now == self._then:
+        if now == self.then:
             return None
-        columns = zip(self._names, now, self._then, strict=True)
+        columns = zip(self._names, now, self.then, strict=True)
         return next((name, looks[0], then[0]) for name, looks, then in columns if looks != then)
 
     def check(self) -> None:
@@ -178,7 +173,8 @@ class InFlight:
     def saved_bytes(self) -> int:
         """Bytes that it holds for backward, beside its inputs and outputs. 0 once backward has begun."""
         held = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(self.saved)}
-        return sum(size_bytes for key, size_bytes in held.items() if key not in self.watched.storage_keys)
+        beside = {key for _, key, _ in self.watched.then}
+        return sum(size_bytes for key, size_bytes in held.items() if key not in beside)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ from memplan.runtime.host.transfers import (
 )
 from memplan.runtime.program.bindings import binding
 from memplan.runtime.program.check import TRACED, as_traced, decide, is_read
-from memplan.runtime.program.collectives import GRADIENT, complete, start
-from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
+from memplan.runtime.program.collectives import GRADIENT, complete, gather, gathered, open_gathers, release, start
 from memplan.runtime.program.program import Grads, Program, Side
 from memplan.runtime.program.program_nodes import ProgramNodes
 from memplan.runtime.program.rng import ReplayedIsland, held_rng, replay_all, replay_random, save_rng
@@ -347,8 +346,7 @@ class _Lowering(ProgramNodes):
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
     def _cross_boundary(self) -> None:
-        for output in self.traced.outputs:
-            self.outputs.append(self.tensor(output.node, output.value))
+        self.outputs = [self.tensor(output.node, output.value) for output in self.traced.outputs]
         self.side = self.backward = Side()
         self.sink = self.side.placeholder("sink")
         for value, instance in self.live.items():

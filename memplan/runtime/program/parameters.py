@@ -14,7 +14,7 @@ from memplan.capture.ops.layout import storage_key
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
-from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.collectives import Gathers
 
 
 class ParameterStore:
@@ -129,8 +129,15 @@ class ParameterStore:
             if name in self.absent:
                 continue
             parameter = self._direct.get(name)
-            if parameter is not None and _lands_as_it_is(parameter, gradient):
-                self._land(parameter, gradient)
+            if parameter is not None and _lands_as_it_is(
+                parameter, gradient
+            ):  # with the hooks that autograd calls then
+                hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]
+                if self.updates is None or hooks != [self.updates.hook]:  # which waits for it by itself
+                    self.transfers.arrived(gradient)
+                parameter.grad = gradient.detach()
+                for hook in hooks:
+                    hook(parameter)
             elif (parameter := self.parameter(name)).requires_grad:
                 self.transfers.arrived(gradient)
                 pairs.append((parameter, private.with_spec(gradient, self._specs.get(name))))
@@ -143,15 +150,6 @@ class ParameterStore:
             with torch.enable_grad():
                 leaves = list(map(_leaf, parameters, gradients))
             private.run_backward(leaves, gradients)
-
-    def _land(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Put a gradient into `.grad`, and call the hooks that autograd calls then."""
-        hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]
-        if self.updates is None or hooks != [self.updates.hook]:  # which waits for it by itself
-            self.transfers.arrived(gradient)
-        parameter.grad = gradient.detach()
-        for hook in hooks:
-            hook(parameter)
 
 
 def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:

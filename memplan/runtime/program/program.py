@@ -69,13 +69,9 @@ class Side:
         self.store = self.placeholder("store")
 
     def placeholder(self, name: str) -> fx.Node:
-        if self._last_placeholder is None:
-            node = self.graph.placeholder(name)
-        else:
-            with self.graph.inserting_after(self._last_placeholder):
-                node = self.graph.placeholder(name)
-        self._last_placeholder = node
-        return node
+        with self.graph.inserting_after(self._last_placeholder):
+            self._last_placeholder = self.graph.placeholder(name)
+        return self._last_placeholder
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, name: str = "") -> fx.Node:
         return self.graph.create_node("call_function", target, args, kwargs or {}, name=name or None)

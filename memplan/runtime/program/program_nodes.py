@@ -21,7 +21,7 @@ class ProgramNodes:
 
     - forward: the graph of forward. side: the graph that is written now.
     - live: of each live value, the program's nodes.
-    - sizes, expressions: the placeholder of the numbers that forward takes, and what they are.
+    - sizes, expressions: the placeholder of the numbers that forward takes, and what they are, with their places.
     - inputs: those of the forward program, by position.
     - carried: by node of the forward program, its placeholder in the backward program. carried_values: what these are.
     """
@@ -30,7 +30,7 @@ class ProgramNodes:
         self.traced, self.graph = traced, traced.graph
         self.side = self.forward = Side()
         self.sizes = self.forward.placeholder("sizes")
-        self.expressions: list[Expression] = []
+        self.expressions: dict[Expression, int] = {}
         self.live: dict[int, Instance] = {}
         self.inputs: dict[int, fx.Node] = {}
         self.carried: dict[fx.Node, fx.Node] = {}
@@ -109,9 +109,7 @@ class ProgramNodes:
         return shape, stride, offset
 
     def number(self, expression: Expression) -> fx.Node:
-        if expression not in self.expressions:
-            self.expressions.append(expression)
-        place = self.expressions.index(expression)
+        place = self.expressions.setdefault(expression, len(self.expressions))
         if expression not in self.side.numbers:
             self.side.numbers[expression] = self.side.call(operator.getitem, (self.carry(self.sizes), place))
         return self.side.numbers[expression]

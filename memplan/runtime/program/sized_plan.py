@@ -22,6 +22,7 @@ from memplan.problem.simulate import simulate
 
 _CONSTANT_BITS = 64  # of bytes that do not vary, and again of kernel scratch
 _COUNT_BITS = 24  # of a number of values
+_CONSTANT_MASK, _COUNT_MASK = (1 << _CONSTANT_BITS) - 1, (1 << _COUNT_BITS) - 1
 _AT_ONCE = 24  # kinds of values in one replay, so that figures are no more than floats can hold
 
 
@@ -103,41 +104,34 @@ def _held(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Se
     """(constant bytes, scratch bytes, number of values of each kind) that are held at each moment of a schedule."""
     columns: list[Any] = []
     constant = scratch = np.zeros(0, dtype=np.int64)
+    graph, costs = problem.graph, problem.costs
+    apart_bytes = tuple(n << _CONSTANT_BITS for n in costs.scratch_bytes)
     for first in range(0, max(1, len(kinds)), _AT_ONCE):
         some = kinds[first : first + _AT_ONCE]
-        moments = _moments(problem, schedule, sizes, some)
+        # What the accountant finds where sizes are powers of a base for these kinds, and 0 for others that vary.
+        unit = {kind: 1 << (2 * _CONSTANT_BITS + place * _COUNT_BITS) for place, kind in enumerate(some)}
+        values = tuple(
+            dataclasses.replace(v, size_bytes=size if isinstance(size, int) else unit.get(size, 0))
+            for v, size in zip(graph.values, sizes, strict=True)
+        )
+        probe = dataclasses.replace(
+            problem,
+            graph=dataclasses.replace(graph, values=values),
+            costs=dataclasses.replace(costs, scratch_bytes=apart_bytes),
+            link=None if problem.link is None else Link(1e300, 1e300),
+        )
+        timeline = simulate(probe, schedule)
+        at_end = timeline.live_bytes[-1] - (problem.in_flight - 1) * timeline.waiting_bytes
+        after = [problem.update_bytes]
+        if any(isinstance(step, Stay) for step in schedule):  # as in `Problem.bytes_after`
+            after.append(probe.graph.input_bytes)
+        moments = [probe.resident_bytes, *timeline.peak_bytes_at, *(at_end + more for more in after if more)]
         if not first:
-            constant = np.array([m & _mask(_CONSTANT_BITS) for m in moments], dtype=np.int64)
-            scratch = np.array([m >> _CONSTANT_BITS & _mask(_CONSTANT_BITS) for m in moments], dtype=np.int64)
+            constant = np.array([m & _CONSTANT_MASK for m in moments], dtype=np.int64)
+            scratch = np.array([m >> _CONSTANT_BITS & _CONSTANT_MASK for m in moments], dtype=np.int64)
         for place in range(len(some)):
             shift = 2 * _CONSTANT_BITS + place * _COUNT_BITS
-            columns.append([m >> shift & _mask(_COUNT_BITS) for m in moments])
+            columns.append([m >> shift & _COUNT_MASK for m in moments])
     counts = np.array(columns, dtype=np.int64).T.reshape(len(constant), len(kinds))
     rows = np.unique(np.column_stack([constant, scratch, counts]), axis=0)
     return rows[:, 0], rows[:, 1], rows[:, 2:]
-
-
-def _mask(bits: int) -> int:
-    return (1 << bits) - 1
-
-
-def _moments(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Sequence[Size]) -> list[int]:
-    """What the accountant finds where sizes are powers of a base for these kinds, and 0 for others that vary."""
-    unit = {kind: 1 << (2 * _CONSTANT_BITS + place * _COUNT_BITS) for place, kind in enumerate(kinds)}
-    graph, costs = problem.graph, problem.costs
-    values = tuple(
-        dataclasses.replace(v, size_bytes=size if isinstance(size, int) else unit.get(size, 0))
-        for v, size in zip(graph.values, sizes, strict=True)
-    )
-    probe = dataclasses.replace(
-        problem,
-        graph=dataclasses.replace(graph, values=values),
-        costs=dataclasses.replace(costs, scratch_bytes=tuple(n << _CONSTANT_BITS for n in costs.scratch_bytes)),
-        link=None if problem.link is None else Link(1e300, 1e300),
-    )
-    timeline = simulate(probe, schedule)
-    at_end = timeline.live_bytes[-1] - (problem.in_flight - 1) * timeline.waiting_bytes
-    after = [problem.update_bytes]
-    if any(isinstance(step, Stay) for step in schedule):  # as in `Problem.bytes_after`
-        after.append(probe.graph.input_bytes)
-    return [probe.resident_bytes, *timeline.peak_bytes_at, *(at_end + more for more in after if more)]

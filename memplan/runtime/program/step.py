@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,8 @@ from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.errors import MemplanError, Refused
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
-from memplan.runtime.program.collectives import GRADIENT, Collectives
+from memplan.runtime.program.collectives import GRADIENT, Collectives, Gathers
 from memplan.runtime.program.execute import Runner
-from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.sized_plan import SizedPlan
@@ -149,19 +147,6 @@ class PlannedStep:
         """Set on the model what its first eager forward would set."""
         self.capture.settle(model)
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A context for forward, with numbers that it counts up. They are put back where it fails: it may run again."""
-        places = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
-        for table, key, added in places:
-            table[key] += added
-        try:
-            yield
-        except BaseException:
-            for table, key, added in places:
-                table[key] -= added
-            raise
-
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
         traced, numbers = self.capture.traced, self.numbers(call)
@@ -173,8 +158,15 @@ class PlannedStep:
                 table[key] = None
         for position in self.capture.requiring:
             call.tensors[position].requires_grad_()
-        with self._counted():
+        counters = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
+        for table, key, added in counters:
+            table[key] += added
+        try:
             outputs = self.runner(call.tensors, numbers)
+        except BaseException:  # forward may run again
+            for table, key, added in counters:
+                table[key] -= added
+            raise
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
         for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs, numbers), strict=True):
@@ -208,7 +200,6 @@ class EagerStep:
         return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
 
     def mismatch(self, call: Call) -> str | None:
-        """What keeps this step from serving a call, in words."""
         return self.arguments.mismatch(call) or self.modes.mismatch()
 
     @property

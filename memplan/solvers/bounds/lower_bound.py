@@ -19,17 +19,15 @@ others came to).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from memplan.problem.data import Problem
 from memplan.solvers.bounds.dual import BoundLine, Look, ascend
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import MomentProgram, StepMoments, asked, overtaken, program_of, step_of
-from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
+from memplan.solvers.orders.flat import Flat, Floats, Ints, last_reads
 
 # Budgets tried, as shares of the way from the floor to the peak.
 _SPREAD = (0.8, 0.65, 0.5, 0.38, 0.26, 0.15, 0.06, 0.012)
@@ -79,18 +77,13 @@ class Bound:
         return self.baseline_s + max([0.0, *(line.at(budget_bytes) for line in self.lines)])
 
 
-def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
-    """Bounds of a problem.
+def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
+    """Bounds of a step.
 
+    - baseline_s: every op once.
     - moments: moments tried at each budget, more for short steps.
     - cuts: most lines that are kept.
     """
-    flat = flatten(problem)
-    return bound_of(flat, problem.baseline_time_s, moments, cuts)
-
-
-def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
-    """`lower_bound` of a problem that is flattened already."""
     fixed = backward_bytes(flat)
     floor_bytes = _floor(flat, fixed)
     if flat.op_count == flat.arrays.boundary or flat.lost_late:
@@ -109,8 +102,15 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     sets = [search.improve(b, tries, b in budgets[-_THOROUGH:]) for b in budgets]
     guides = search.exchange(budgets, sets)
     high = max([high, *(int(line.at_zero_s / line.s_per_byte) for line in waiting if line.s_per_byte > 0.0)])
-    lines = _envelope([*search.lines, *waiting], floor_bytes, high, cuts)
-    return Bound(baseline_s, floor_bytes, lines, guides)
+    lines = [*search.lines, *waiting]
+    if not lines or high <= floor_bytes:
+        return Bound(baseline_s, floor_bytes, (), guides)
+    # Those stay that are highest at as many budgets evenly apart; those that steepen come last.
+    at = np.linspace(floor_bytes, high, max(cuts, 2))
+    heights = np.array([line.at_zero_s for line in lines])[:, None] - np.outer([x.s_per_byte for x in lines], at)
+    best = np.unique(heights.argmax(axis=0))
+    kept = sorted((lines[int(i)] for i in best if heights[i].max() > 0.0), key=lambda line: line.s_per_byte)
+    return Bound(baseline_s, floor_bytes, tuple(kept), guides)
 
 
 def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
@@ -143,8 +143,22 @@ class _BoundSearch:
         self.looks: dict[tuple[int, ...], Look] = {}
 
     def improve(self, budget_bytes: int, tries: int, thorough: bool) -> tuple[int, ...]:
-        """Add moments to those of the last budget as long as that lifts the bound at this one; returns the moments."""
-        candidates = self._candidates(budget_bytes, tries)
+        """Add moments to those of the last budget as long as that lifts the bound at this one; returns the moments.
+
+        Candidates are backward ops above the budget: there the most bytes have to go, or the most of what is needed
+        has to, or the least can be held.
+        """
+        excess = (self.whole_bytes - budget_bytes).astype(np.float64)
+        share = excess / np.maximum(self.needed_bytes, 1)
+        narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
+        apart, candidates = len(excess) // (6 * tries), dict[int, None]()
+        for height in (excess, share, narrow):  # its highest positions above zero, each more than `apart` from others
+            for _ in range(-(-tries // 3)):
+                b = int(np.argmax(height))
+                if height[b] <= 0.0:
+                    break
+                candidates[b] = None
+                height[max(0, b - apart) : b + apart + 1] = 0.0
         for b in candidates:
             if b not in self.alone:
                 self.alone[b] = self._look((b,), budget_bytes)
@@ -190,29 +204,6 @@ class _BoundSearch:
         self.lines.append(line)
         return line
 
-    def _candidates(self, budget_bytes: int, count: int) -> list[int]:
-        """Backward ops above the budget that may be good moments.
-
-        There the most bytes have to go, or the most of what is needed has to, or the least can be held.
-        """
-        excess = (self.whole_bytes - budget_bytes).astype(np.float64)
-        share = excess / np.maximum(self.needed_bytes, 1)
-        narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
-        apart = len(excess) // (6 * count)
-        each = -(-count // 3)
-        return list(dict.fromkeys(b for height in (excess, share, narrow) for b in _peaks(height, each, apart)))
-
-
-def _peaks(height: Floats, count: int, apart: int) -> Iterator[int]:
-    """The highest positions above zero, each more than `apart` from those before."""
-    left = height.copy()
-    for _ in range(count):
-        at = int(np.argmax(left))
-        if left[at] <= 0.0:
-            return
-        yield at
-        left[max(0, at - apart) : at + apart + 1] = 0.0
-
 
 def needed_bytes(flat: Flat) -> Ints:
     """Bytes of what each backward op and those after it read from the forward pass."""
@@ -227,17 +218,6 @@ def needed_bytes(flat: Flat) -> Ints:
                 total += int(a.size_bytes[v])
         found[b - a.boundary] = total
     return found
-
-
-def _envelope(lines: list[BoundLine], low: int, high: int, count: int) -> tuple[BoundLine, ...]:
-    """The lines that are highest at `count` budgets evenly apart, those that steepen last."""
-    if not lines or high <= low:
-        return ()
-    budgets = np.linspace(low, high, max(count, 2))
-    heights = np.array([line.at_zero_s for line in lines])[:, None] - np.outer([x.s_per_byte for x in lines], budgets)
-    best = np.unique(heights.argmax(axis=0))
-    kept = [lines[int(i)] for i in best if heights[i].max() > 0.0]
-    return tuple(sorted(kept, key=lambda line: line.s_per_byte))
 
 
 def needed_after(flat: Flat, first: int) -> frozenset[int]:
@@ -257,11 +237,7 @@ def backward_bytes(flat: Flat) -> Ints:
     inputs and outputs of microbatches that wait. Forward values do not count. Where a backward op overwrites one, its
     memory counts from then on.
     """
-    a = flat.arrays
-    last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
-    for op in range(a.boundary, flat.op_count):
-        for v in flat.reads[op]:
-            last_read[v] = op
+    a, last_read = flat.arrays, last_reads(flat)
     live = a.base_bytes + a.tangent_bytes - _given_back(flat, range(a.boundary), held=True)
     live += sum(int(a.size_bytes[v]) for op in range(a.boundary) for v in flat.makes[op] if a.held[v])
     fixed = [live]

@@ -137,25 +137,20 @@ class _ProgramBuilder:
     """Columns and rows as they come, in pieces."""
 
     def __init__(self) -> None:
-        self.columns = 1
-        self.cost: list[Floats] = [np.zeros(1)]
-        self.most: list[Floats] = [np.zeros(1)]
-        self.moment: list[Ints] = [np.full(1, -1, dtype=np.int64)]
-        self.value: list[Ints] = [np.full(1, -1, dtype=np.int64)]
-        self.size_bytes: list[Ints] = [np.zeros(1, dtype=np.int64)]
+        self.count = 1
+        none, zero = np.full(1, -1, dtype=np.int64), np.zeros(1)
+        self.columns: list[tuple[Floats, Floats, Ints, Ints, Ints]] = [(zero, zero, none, none, zero.astype(np.int64))]
         self.rows: list[tuple[Ints, Ints, Ints, Floats]] = []
 
     def add(self, chosen: Flags, cost: Floats, most: Floats, moment: int, size_bytes: Ints) -> Ints:
         """Columns for these items; returns the column of each item, 0 where there is none."""
         column = np.zeros(len(chosen), dtype=np.int64)
         count = int(chosen.sum())
-        column[chosen] = np.arange(self.columns, self.columns + count)
-        self.columns += count
-        self.cost.append(cost[chosen])
-        self.most.append(most[chosen])
-        self.moment.append(np.full(count, moment, dtype=np.int64))
-        self.value.append(np.nonzero(chosen)[0] if moment >= 0 else np.full(count, -1, dtype=np.int64))
-        self.size_bytes.append(size_bytes[chosen])
+        column[chosen] = np.arange(self.count, self.count + count)
+        self.count += count
+        at = np.full(count, moment, dtype=np.int64)
+        values = np.nonzero(chosen)[0] if moment >= 0 else at
+        self.columns.append((cost[chosen], most[chosen], at, values, size_bytes[chosen]))
         return column
 
     def row(self, left: Ints, right: Ints, needs: Ints, least: float) -> None:
@@ -216,12 +211,10 @@ def program_of(step: StepMoments, moments: tuple[int, ...], fixed_bytes: Ints) -
         ops = np.nonzero(here.later > 0)[0]
         builder.row(here.runs[ops], after.later[ops], here.later[ops], 0.0)
     _second_runs(step, builder, columns[0], moments[0])
+    all_costs, mosts, at, values, sizes = (np.concatenate(x) for x in zip(*builder.columns, strict=True))
     left, right, needs, least = (np.concatenate(x) for x in zip(*builder.rows, strict=True))
-    return MomentProgram(
-        np.concatenate(builder.cost), np.concatenate(builder.most), left, right, needs, least,
-        np.concatenate(builder.moment), np.concatenate(builder.value), np.concatenate(builder.size_bytes),
-        np.array(held, dtype=np.int64),
-    )  # fmt: skip
+    fixed = np.array(held, dtype=np.int64)
+    return MomentProgram(all_costs, mosts, left, right, needs, least, at, values, sizes, fixed)
 
 
 def _needs(step: StepMoments, builder: _ProgramBuilder, here: _Columns, runs: Ints, wanted: Flags) -> None:

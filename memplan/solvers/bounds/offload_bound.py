@@ -176,8 +176,17 @@ def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -
     if not len(ops) or flat.op_count == a.boundary or np.isneginf(crowded.max()):
         return None
     op = int(crowded.argmax())
-    before = _before(flat, op)
-    after_s = float(a.time_s[op] + a.time_s[a.boundary :].sum()) + sum(float(a.time_s[i]) for i in _after(flat, op))
+    before, stack = set[int](), [op]  # ops that it needs
+    while stack:
+        makers = {int(a.producer[v]) for v in flat.reads[stack.pop()] if a.producer[v] >= 0} - before
+        before |= makers
+        stack += makers
+    after, made = set[int](), set(flat.makes[op])  # ops that need it
+    for later in range(op + 1, a.boundary):
+        if made & set(flat.reads[later]):
+            after.add(later)
+            made |= set(flat.makes[later])
+    after_s = float(a.time_s[op] + a.time_s[a.boundary :].sum()) + sum(float(a.time_s[i]) for i in after)
     needed = all_needed & {v for i in before for v in flat.makes[i]} - {int(a.taken[v]) for v in flat.makes[op]}
     reach = _reach(flat, needed)
     held = sum(int(a.size_bytes[v]) for i in before for v in flat.makes[i] if a.held[v])
@@ -189,28 +198,6 @@ def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -
     before_s = sum(float(a.time_s[i]) for i in before)
     second_runs = bool((reach & a.overwritten).any())
     return _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
-
-
-def _before(flat: Flat, op: int) -> set[int]:
-    """Ops of the forward pass that an op needs, itself left out."""
-    producer = flat.arrays.producer
-    found: set[int] = set()
-    stack = [op]
-    while stack:
-        new = {int(producer[v]) for v in flat.reads[stack.pop()] if producer[v] >= 0} - found
-        found |= new
-        stack += new
-    return found
-
-
-def _after(flat: Flat, op: int) -> set[int]:
-    """Ops of the forward pass that need an op, itself left out."""
-    made, found = set(flat.makes[op]), set[int]()
-    for later in range(op + 1, flat.arrays.boundary):
-        if made & set(flat.reads[later]):
-            found.add(later)
-            made |= set(flat.makes[later])
-    return found
 
 
 def _reach(flat: Flat, needed: frozenset[int]) -> Flags:

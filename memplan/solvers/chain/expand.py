@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
-from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, localise
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, localise
 from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import kernel
-from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.flat import Flat, Ints, last_reads
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import keep_all
-
-BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,6 @@ class SolvedChain:
     """A chain with its options, and the recurrence's answer for every memory size.
 
     - front: its `seconds[m]` are seconds of recomputation with m slots beyond the residents.
-    - unit_bytes: bytes of one slot.
     - pieces: runs of ops that were expanded already, by the step of a plan.
     """
 
@@ -34,7 +31,6 @@ class SolvedChain:
     options: tuple[BlockOptions, ...]
     table: ChainTable
     front: ChainFront
-    unit_bytes: int
     pieces: dict[tuple[int, int], Ints] = field(default_factory=dict, compare=False)
 
 
@@ -52,28 +48,13 @@ class Outside:
     incoming: tuple[tuple[int, ...], ...]
 
 
-def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
-                 orders: BlockOrders, option_limit: int) -> SolvedChain:  # fmt: skip
-    """Options of every distinct block, then the recurrence.
+def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+                options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
+    """Options of every block, then the recurrence.
 
     - most_bytes: beyond the residents, more is never needed.
     - slots: memory sizes told apart.
-    - orders: ways to run a block.
-    - option_limit: most options of a block that are kept.
     """
-    known: dict[tuple[object, ...], BlockOptions] = {}
-
-    def options_of(block: LocalBlock) -> BlockOptions:
-        if block.signature not in known:
-            known[block.signature] = block_options(block, orders(block), option_limit)
-        return known[block.signature]
-
-    return solved_with(flat, keys, chain, most_bytes, slots, options_of)
-
-
-def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
-                options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
-    """`solved_chain` with options from elsewhere."""
     last_read = last_reads(flat)
     outside = outside_of(flat, chain, last_read)
     places = zip(chain.blocks, outside.incoming, strict=True)
@@ -81,16 +62,7 @@ def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int
     options = tuple(options_of(block) for block in blocks)
     unit = max(1, -(-most_bytes // slots))
     table = chain_table(flat, chain, blocks, options, outside, unit)
-    return SolvedChain(chain, blocks, options, table, solve_chain(table, slots), unit)
-
-
-def last_reads(flat: Flat) -> Ints:
-    """The last op that reads each value, -1 where none does."""
-    found = np.full(len(flat.arrays.size_bytes), -1, dtype=np.int64)
-    for op, row in enumerate(flat.reads):
-        for v in row:
-            found[v] = op
-    return found
+    return SolvedChain(chain, blocks, options, table, solve_chain(table, slots))
 
 
 def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:

@@ -73,7 +73,7 @@ class LocalBlock:
     - ops[i]: the step's op that local op i is (-1 for the stand-in).
     - cut: local values that cross.
     - incoming_bytes: of the gradients that come in.
-    - signature: equal for blocks with the same options.
+    - signature: equal for blocks with the same options: of equal wiring, sizes, kernels and times to two digits.
     """
 
     flat: Flat
@@ -105,7 +105,10 @@ def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
     makes.insert(len(forward), tuple(index[v] for v in incoming))
     arrays = _local_arrays(a, forward, backward, len(made_inside), incoming, reads, makes, index, last_read)
     local = Flat(arrays, tuple(reads), tuple(makes))
-    signature = _signature(local, cut, [keys[op] for op in (*forward, *backward)])
+    given = (arrays.size_bytes, arrays.taken, arrays.held, arrays.scratch_bytes, arrays.rerunnable, arrays.random)
+    times = tuple(map(_two_digits, arrays.time_s.tolist()))
+    own_keys = tuple(keys[op] for op in (*forward, *backward))
+    signature = (local.reads, local.makes, cut, own_keys, times, *(array.tobytes() for array in given))
     incoming_bytes = int(sum(a.size_bytes[v] for v in incoming))
     found = LocalBlock(local, (*forward, -1, *backward), frozenset(cut), incoming_bytes, signature)
     flat.blocks[which] = found
@@ -170,19 +173,6 @@ def _local_arrays(
         update_bytes=0,
         others=0,
         input_bytes=0,
-    )
-
-
-def _signature(local: Flat, cut: Row, keys: list[str]) -> tuple[object, ...]:
-    """Equal for blocks that have the same options: wiring, sizes, kernels and times to two digits."""
-    a = local.arrays
-    return (
-        local.reads,
-        local.makes,
-        cut,
-        tuple(keys),
-        tuple(map(_two_digits, a.time_s.tolist())),
-        *(array.tobytes() for array in (a.size_bytes, a.taken, a.held, a.scratch_bytes, a.rerunnable, a.random)),
     )
 
 
@@ -295,7 +285,6 @@ def cut_flags(block: LocalBlock) -> Flags:
 
 
 def measured(block: LocalBlock, order: Ints) -> Option:
-    """What an order of a block comes to."""
     figures = np.empty(5)
     legal = option_figures(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
     assert legal, "a block's order reads what is not there"

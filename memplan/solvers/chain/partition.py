@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.flat import Flat, Ints, readings
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def crossing_bytes(flat: Flat) -> Ints:
     a = flat.arrays
     n = a.boundary
     last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
-    reader, read = _readings(flat)
+    reader, read = readings(flat)
     early = reader < n
     last_read[read[early]] = reader[early]  # the last one stands
     chosen = np.nonzero((last_read >= 0) & ~a.held & (a.producer >= 0))[0]
@@ -65,12 +65,6 @@ def crossing_bytes(flat: Flat) -> Ints:
     crossing[np.cumsum(barred)[: n + 1] > 0] = -1
     flat.blocks["crossing"] = crossing
     return crossing
-
-
-def _readings(flat: Flat) -> tuple[Ints, Ints]:
-    """Pairs of an op and a value that it reads, ops in turn."""
-    a = flat.arrays
-    return np.repeat(np.arange(flat.op_count), np.diff(a.read_start)), a.read
 
 
 def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
@@ -120,7 +114,7 @@ def make_chain(flat: Flat, cuts: tuple[int, ...]) -> Chain:
     bounds = (0, *cuts, a.boundary)
     count = len(bounds) - 1
     block_of_op = np.repeat(np.arange(count), np.diff(bounds))
-    reader, read = _readings(flat)
+    reader, read = readings(flat)
     made = a.producer[read]
     chosen = (made >= 0) & (made < a.boundary) & ~a.held[read]
     # ends[b]: one past the last backward op that reads a forward value made in block b or later. So the backward

@@ -33,11 +33,9 @@ class Rows(NamedTuple):
     item: Ints
 
     def row(self, index: int) -> Ints:
-        """One of the rows."""
         return self.item[self.start[index] : self.start[index + 1]]
 
     def lists(self) -> list[list[int]]:
-        """The rows as lists."""
         return [self.item[i:j].tolist() for i, j in itertools.pairwise(self.start.tolist())]
 
 

@@ -283,7 +283,12 @@ class _Closing:
         """
         for budget in self.budgets:
             answer = self.answer(budget)
-            if not answer.certified and self.left and not (budget in self.found and self._waits(budget)):
+            waits = budget in self.found and any(
+                looser != budget and budget.within(looser) and self.best[looser] == self.best[budget]
+                for looser, known in self.found.items()
+                if not known.certified
+            )
+            if not answer.certified and self.left and not waits:
                 known = [answer.order] if answer.order else []
                 before = answer.nodes
                 answer = self.searched.solve(budget, known, answer.bound_s, min(self.left, most_nodes))
@@ -292,13 +297,6 @@ class _Closing:
                 if answer.order is not None and answer.recompute_s < self.best[budget][0]:
                     self._enter(answer.order, option_of_order(self.searched.block, answer.order))
             self.found[budget] = answer
-
-    def _waits(self, budget: BlockBudget) -> bool:
-        return any(
-            looser != budget and budget.within(looser) and self.best[looser] == self.best[budget]
-            for looser in self.found
-            if not self.found[looser].certified
-        )
 
 
 def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:
@@ -316,7 +314,6 @@ def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_node
 
 
 def option_of_order(block: LocalBlock, order: Sequence[int]) -> Option:
-    """What an order of a block comes to."""
     return option_of(block, np.array(order, dtype=np.int64))
 
 

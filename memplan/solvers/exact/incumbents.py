@@ -18,7 +18,7 @@ from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.orders.flat import Arrays, Ints
 from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.search.exchange import exchange
+from memplan.solvers.search.neighbourhood import exchange
 
 NO_LIMIT = 1 << 60
 _FREE = 1 << 50  # stands for no limit where bytes are added up

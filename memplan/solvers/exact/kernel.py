@@ -14,6 +14,7 @@ hundred nodes have both.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -42,10 +43,12 @@ from memplan.solvers.orders.flat import Ints
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution
 _NODES_EACH = 12  # nodes that may be made for each one that may be expanded
 _SHELF = 512  # expanded nodes of a step that dominance looks through
-# These two, and _LABELS, are passed on as int(...): numba compiles a kernel anew for each literal argument.
-_ROOT, _TOP = 0, 1  # the first node of the tree, and the first entry of a heap
+# This one, and _LABELS, are passed on as int(...): numba compiles a kernel anew for each literal argument.
+_ROOT = 0  # the first node of the tree
 _LABELS = 96  # of the sweep that settles a node's most telling moment in whole values
 _OPEN, _APPRAISED, _EXPANDED, _DROPPED = 0, 1, 2, 3
+
+Queue = list[tuple[int, int, int]]  # (bound, step, -node): of equal bounds the least step first, then the latest node
 
 # Columns of a tree: step, words of the demand, ticks spent, bound, node before, move from there (op or -1 - step),
 # moment of its bound, state, next on the shelf.
@@ -188,52 +191,17 @@ def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int,
 
 
 @kernel
-def _earlier(heap: Ints, tree: Ints, i: int, j: int) -> bool:
-    if heap[i, 0] != heap[j, 0]:
-        return bool(heap[i, 0] < heap[j, 0])
-    left, right = heap[i, 1], heap[j, 1]
-    if tree[left, _STEP] != tree[right, _STEP]:
-        return bool(tree[left, _STEP] < tree[right, _STEP])
-    return bool(left > right)
+def _push(tree: Ints, heap: Queue, node: int) -> None:
+    heappush(heap, (tree[node, _BOUND], tree[node, _STEP], -node))
 
 
 @kernel
-def _swap(heap: Ints, i: int, j: int) -> None:
-    for column in range(2):
-        heap[i, column], heap[j, column] = heap[j, column], heap[i, column]
-
-
-@kernel
-def _push(tree: Ints, heap: Ints, node: int) -> None:
-    """Row 0 of a heap says in column 0 how many entries there are; entries are (bound, node)."""
-    heap[0, 0] += 1
-    i = heap[0, 0]
-    heap[i, 0], heap[i, 1] = tree[node, _BOUND], node
-    while i > 1 and _earlier(heap, tree, i, i // 2):
-        _swap(heap, i, i // 2)
-        i //= 2
-
-
-@kernel
-def _pop(tree: Ints, heap: Ints) -> int:
+def _pop(tree: Ints, heap: Queue) -> int:
     """The open node of the least bound; -1 where there is none. An entry of another bound than its node's is stale."""
-    while heap[0, 0] > 0:
-        size = heap[0, 0]
-        bound, node = heap[1, 0], heap[1, 1]
-        i = int(_TOP)
-        _swap(heap, i, size)
-        heap[0, 0] -= 1
-        while True:
-            least = i
-            for child in (2 * i, 2 * i + 1):
-                if child < size and _earlier(heap, tree, child, least):
-                    least = child
-            if least == i:
-                break
-            _swap(heap, i, least)
-            i = least
-        if tree[node, _STATE] <= _APPRAISED and tree[node, _BOUND] == bound:
-            return int(node)
+    while len(heap) > 0:
+        bound, _step, last = heappop(heap)
+        if tree[-last, _STATE] <= _APPRAISED and tree[-last, _BOUND] == bound:
+            return -last
     return -1
 
 
@@ -311,7 +279,7 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
 
 
 @kernel
-def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: Ints, node: int, tally: Ints) -> int:
+def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Queue, table: Ints, node: int, tally: Ints) -> int:
     """Make the nodes one move further; returns the most promising. tally: nodes made, best solution, its ticks."""
     ops, limit_bytes = space.ops, cell.limits[2]
     step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
@@ -371,8 +339,8 @@ def search(
     while slots < 2 * room:
         slots *= 2
     tree = np.empty((room, _COLUMNS), dtype=np.int64)
-    heap = np.empty((3 * room, 2), dtype=np.int64)
-    heap[0, 0] = 0
+    heap = [(0, 0, 0)]
+    heap.pop()
     table = np.zeros(slots, dtype=np.int64)
     shelf = np.zeros(steps + 1, dtype=np.int64)
     tally = np.array([1, -1, upper_ticks])
@@ -406,7 +374,7 @@ def search(
                     if tree[node, _BOUND] < tally[2]:
                         _push(tree, heap, node)
                     continue
-        if nodes >= most_nodes or tally[0] + ops + 1 >= room or heap[0, 0] + ops + 3 >= 3 * room:
+        if nodes >= most_nodes or tally[0] + ops + 1 >= room or len(heap) + ops + 3 >= 3 * room:
             open_bound = tree[node, _BOUND]
             if plunging:
                 top = _pop(tree, heap)

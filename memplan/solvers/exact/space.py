@@ -5,14 +5,15 @@ Kernels take few arrays of many columns: numba's time of compilation grows with 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.exact.block import WORD, Reversed, Rows
+from memplan.solvers.exact.block import WORD, Reversed
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.numeric.max_flow import network_of
-from memplan.solvers.orders.flat import Flags, Floats, Ints
+from memplan.solvers.orders.flat import Floats, Ints
 
 NEVER = 1 << 57  # more ticks than any schedule takes
 PARCEL = 9  # values whose bytes are summed up in advance; WORD is a multiple of it
@@ -77,18 +78,16 @@ def space_of(b: Reversed, with_forward: bool) -> Space:
     steps = len(b.step_bytes)
     ticks = np.where(b.again, b.ticks, NEVER)
     step_rows = np.zeros((steps + 1, 6), dtype=np.int64)
-    step_rows[:steps, STEP_READ : STEP_READ + 2] = _words(b.step_reads)
-    step_rows[:steps, STEP_TAKEN : STEP_TAKEN + 2] = _words(b.step_takes)
+    step_rows[:steps, STEP_READ : STEP_READ + 2] = _words(b.step_reads.lists())
+    step_rows[:steps, STEP_TAKEN : STEP_TAKEN + 2] = _words(b.step_takes.lists())
     step_rows[:steps, STEP_BYTES] = b.step_bytes
     step_rows[:, BETWEEN_BYTES] = b.between_bytes
     spans = np.stack([b.stage_start[:-1], b.stage_start[1:], ticks], axis=1)
-    columns = (_words(b.makes), _words(b.reads), _words(b.takes), spans)
-    stages = np.concatenate([_words(b.stage_reads), b.stage_bytes[:, None]], axis=1)
-    moments = range(len(b.forward_bytes))
-    ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in moments], dtype=np.int64)
-    ahead = ahead.reshape(len(moments), 3)
+    columns = (*(_words(rows.lists()) for rows in (b.makes, b.reads, b.takes)), spans)
+    stages = np.column_stack([_words(b.stage_reads.lists()), b.stage_bytes])
+    ahead = np.column_stack([b.forward_bytes, _words([np.flatnonzero(extra) for extra in b.forward_extra])])
     parcels, moment_arrays, network = parcels_of(b.size_bytes), _moments(b, step_rows, with_forward), _network(b, ticks)
-    rest = np.array([*_word_pair(b.cut), *_word_pair(b.barred), b.cut_bytes], dtype=np.int64)
+    rest = np.append(_words([np.flatnonzero(b.cut), np.flatnonzero(b.barred)]), b.cut_bytes)
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
     return Space(b.size_bytes, parcels, rows, stages, step_rows, ahead, rest, *moment_arrays, *network)
 
@@ -115,15 +114,10 @@ def barring(space: Space, room_bytes: Ints) -> Space:
     return space._replace(weight=weight)
 
 
-def _word_pair(flags: Flags) -> tuple[int, int]:
-    chosen = np.flatnonzero(flags).tolist()
-    return sum(1 << v for v in chosen if v < WORD), sum(1 << (v - WORD) for v in chosen if v >= WORD)
-
-
-def _words(rows: Rows) -> Ints:
-    words = np.zeros((len(rows.start) - 1, 2), dtype=np.int64)
-    for i in range(len(words)):
-        for v in rows.row(i).tolist():
+def _words(sets: Sequence[Iterable[int]]) -> Ints:
+    words = np.zeros((len(sets), 2), dtype=np.int64)
+    for i, values in enumerate(sets):
+        for v in values:
             words[i, v // WORD] |= 1 << (v % WORD)
     return words
 
@@ -155,8 +149,7 @@ def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
     ends: list[tuple[int, int, int]] = [(0, 2 + v, 0) for v in range(values)]
     ends += [(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
     ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
-    for op in range(ops):
-        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.row(op)]
+    ends += [(2 + values + op, 2 + int(v), NEVER) for op in range(ops) for v in b.reads.row(op)]
     return network_of(2 + values + ops, np.array(ends, dtype=np.int64).reshape(-1, 3))
 
 

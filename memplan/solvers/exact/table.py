@@ -58,8 +58,7 @@ def _spread(amounts: Ints) -> Ints:
     """Sums of these amounts over every set of them, by the set's bits."""
     sums = np.zeros(1 << len(amounts), dtype=np.int64)
     for k in range(len(amounts)):
-        for i in range(1 << k):
-            sums[(1 << k) + i] = sums[i] + amounts[k]
+        sums[1 << k : 2 << k] = sums[: 1 << k] + amounts[k]
     return sums
 
 

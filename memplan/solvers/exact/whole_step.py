@@ -88,9 +88,18 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     orders = {order: option_of_order(block, order) for order in starts}
     peaks = [max(option.forward_peak_bytes, option.backward_peak_bytes) for option in orders.values()]
     low = searched.least_peak_bytes() if searched else min(peaks) * 3 // 4
-    most_saved = orders[everything].saved_bytes
+    high, most_saved = peaks[0], orders[everything].saved_bytes
+    # Where microbatches wait both limits count, and a coarser grid of either is searched.
+    side = max(2, math.isqrt(parts))
+    limits = [
+        (low + (high - low) * part // (side - 1), most_saved * share // side)
+        for part in range(side - 1, -1, -1)
+        for share in range(side, -1, -1)
+    ]
+    if flat.arrays.others == 0:
+        limits = [(low + (high - low) * part // max(1, parts - 1), high) for part in range(parts - 1, -1, -1)]
     answers = []
-    for limit, saved in _limits(low, peaks[0], most_saved, parts, flat):
+    for limit, saved in limits:  # on the peak, and on what is saved
         budget = BlockBudget(min(saved, limit - block.incoming_bytes), limit, limit)
         for better in improved(block, budget, orders, _TRIES):
             orders.setdefault(tuple(better.tolist()), option_of(block, better))
@@ -102,19 +111,3 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
         order = None if best is None else np.array([op - (op > n) for op in best if op != n], dtype=np.int64)
         answers.append(StepAnswer(limit, order, answer))
     return answers
-
-
-def _limits(low: int, high: int, most_saved: int, parts: int, flat: Flat) -> list[tuple[int, int]]:
-    """Pairs of a limit on the peak and one on what is saved, the loosest first.
-
-    Where microbatches wait both limits count, and a coarser grid of either is searched. Elsewhere the limit on the peak
-    is the only one.
-    """
-    if flat.arrays.others == 0:
-        return [(low + (high - low) * part // max(1, parts - 1), high) for part in range(parts - 1, -1, -1)]
-    side = max(2, math.isqrt(parts))
-    return [
-        (low + (high - low) * part // (side - 1), most_saved * share // side)
-        for part in range(side - 1, -1, -1)
-        for share in range(side, -1, -1)
-    ]

@@ -8,8 +8,11 @@ budget never costs time, because a budget takes the fastest point that fits.
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -24,9 +27,8 @@ from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.expand import baselines
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
-from memplan.solvers.numeric.compiling import tell_of_compilation, watching_compilation
-from memplan.solvers.numeric.threads import side_by_side
-from memplan.solvers.orders.flat import Flat, Ints, flatten
+from memplan.solvers.numeric.jit import tell_of_compilation, watching_compilation
+from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
 
@@ -46,6 +48,7 @@ class Progress(NamedTuple):
 
 Tell = Callable[[Progress], None]
 _LONG_OPS = 2000
+_LOOK_S = 0.1  # between looks at the clock
 _LONGEST = ("exact", "hierarchy")  # methods that start early, so that no core waits for them in the end
 
 
@@ -87,7 +90,6 @@ class Front:
         return self.points[0]
 
     def joined(self, further: Candidate) -> Front:
-        """The front with a further candidate."""
         return dataclasses.replace(self, points=tuple(pareto([*self.points, further])))
 
     def best(self, budget_bytes: int | None) -> Candidate | None:
@@ -117,21 +119,18 @@ def front_of_orders(
 
     orders: what each started from, and its ops with the boundary among them. Raises ValueError for one that can't be.
     """
-    flat = flatten(problem)
-    found = [sketch_of(flat, solver, _sound(flat, order)) for solver, order in orders]
+    flat, found = flatten(problem), list[Sketch]()
+    everything = keep_all(flat)
+    for solver, given in orders:
+        order = np.array(given, dtype=np.int64)
+        backward = order[(order < 0) | (order >= flat.arrays.boundary)]  # in its own order
+        missing = np.setdiff1d(np.arange(flat.op_count), order)
+        if order.ndim != 1 or len(missing) or not np.array_equal(backward, everything[flat.arrays.boundary :]):
+            raise ValueError("the order is that of another step")
+        found.append(sketch_of(flat, solver, order))
     if not found or any(sketch.peak_bytes < 0 for sketch in found):
         raise ValueError("an order reads what is not there")
-    return _front(problem, config, found, sketch_of(flat, "keep all", keep_all(flat)), bound, truncated=False)
-
-
-def _sound(flat: Flat, order: Sequence[int]) -> Ints:
-    """An order as an array. Raises ValueError where an op is missing, or backward ops do not run in theirs."""
-    found = np.array(order, dtype=np.int64)
-    backward = found[(found < 0) | (found >= flat.arrays.boundary)]
-    missing = np.setdiff1d(np.arange(flat.op_count), found)
-    if found.ndim != 1 or len(missing) or not np.array_equal(backward, keep_all(flat)[flat.arrays.boundary :]):
-        raise ValueError("the order is that of another step")
-    return found
+    return _front(problem, config, found, sketch_of(flat, "keep all", everything), bound, truncated=False)
 
 
 def textbook(problem: Problem) -> tuple[Candidate, ...]:
@@ -237,6 +236,42 @@ class _FrontSearch:
         self.tell(Progress(stage, done, gap))
 
 
+def side_by_side(
+    searches: Sequence[Iterator[Sketch]], found: Sequence[list[Sketch]], deadline_s: float, ended: Callable[[int], None]
+) -> None:
+    """Exhaust all searches, at most as many at once as there are cores; items go to the list at the same position.
+
+    Kernels run without the interpreter lock.
+
+    ended: called with the position of each search that is exhausted. What is found does not depend on the number of
+    cores. Raises TimeoutError at `deadline_s` of the monotonic clock, and what `ended`, a search or Ctrl-C raises;
+    then every search has stopped after an item, and what was found until then is there.
+    """
+    stop = threading.Event()
+
+    def exhaust(search: Iterator[Sketch], into: list[Sketch]) -> None:
+        while not stop.is_set():
+            try:
+                into.append(next(search))
+            except StopIteration:
+                return
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(max(1, min(len(searches), cores)), "memplan") as pool:
+        running = {pool.submit(exhaust, search, into): i for i, (search, into) in enumerate(zip(searches, found))}
+        try:
+            while running:
+                done, _ = wait(running, _LOOK_S, FIRST_COMPLETED)
+                for future in sorted(done, key=running.__getitem__):
+                    future.result()
+                    ended(running.pop(future))
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+
+
 def _front(
     problem: Problem, config: Config, found: Sequence[Sketch], everything: Sketch, bound: Bound, truncated: bool
 ) -> Front:
@@ -251,7 +286,6 @@ def _front(
 
 
 def _accounted(point: Candidate) -> Candidate:
-    """The candidate with the accountant's peak."""
     return dataclasses.replace(point, peak_bytes=point.timeline.peak_bytes)
 
 

@@ -10,19 +10,20 @@ from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import asked
-from memplan.solvers.chain.expand import BlockOrders, expanded, solved_chain
+from memplan.solvers.chain.expand import expanded, solved_with
 from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
-from memplan.solvers.chain.options import LocalBlock, cut_orders
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
-from memplan.solvers.orders.flat import Flags, Flat, Ints
+from memplan.solvers.orders.flat import Arrays, Flags, Flat, Ints
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
 from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
 
 _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
 
+BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 _SHARES = (0.3, 0.7)  # how much of a value a programme of moments has to keep for it to count as kept
 
 
@@ -75,11 +76,9 @@ def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[tuple[int, Flags]]:
     as kept. The sets heed later moments too, which a minimum cut at one moment does not.
     """
     a = flat.arrays
-    forward = (a.producer >= 0) & (a.producer < a.boundary) & ~a.overwritten
-    pinned = a.held.copy()
-    pinned[forward] |= ~a.rerunnable[a.producer[forward]]
+    pinned = _pinned(a)
     for guide in bound.guides:
-        early = pinned | (forward & asked(flat, range(a.boundary, guide.moment + 1)))
+        early = pinned | (~a.overwritten & asked(flat, range(a.boundary, guide.moment + 1)))
         early[guide.values] = pinned[guide.values]
         for share in _SHARES:
             saved = early.copy()
@@ -131,17 +130,8 @@ def hierarchy(task: MethodTask) -> Iterator[Sketch]:
         yield sketch_of(task.flat, "hierarchy", order)
 
 
-METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {
-    "rotor": rotor,
-    "cuts": cuts,
-    "blocks": blocks,
-    "exact": exact,
-    "flat": flat,
-    "moments": moments,
-    "hierarchy": hierarchy,
-}
-
-
+_ALL = (rotor, cuts, blocks, exact, flat, moments, hierarchy)
+METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {method.__name__: method for method in _ALL}
 # What is found in like ways, and is refined together.
 FAMILIES = (("rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
 
@@ -149,10 +139,7 @@ FAMILIES = (("rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hier
 def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:
     """Schedules that keep these forward values: what is missing is recomputed and kept, or kept for a while only."""
     flat, a = task.flat, task.flat.arrays
-    pinned = a.held.copy()
-    for v, op in enumerate(a.producer):
-        if 0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v]:
-            pinned[v] = True
+    pinned = _pinned(a)
     for kept in sets:
         saved = pinned.copy()
         saved[list(kept)] = True
@@ -160,6 +147,14 @@ def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) ->
             order = demand_order(a, saved, window, 4 * flat.op_count)
             if len(order):
                 yield sketch_of(flat, name, prune(a, order))
+
+
+def _pinned(a: Arrays) -> Flags:
+    """Values that stay in any case: somebody holds them, or they can't be made again."""
+    forward = (a.producer >= 0) & (a.producer < a.boundary) & ~a.overwritten
+    pinned = a.held.copy()
+    pinned[forward] |= ~a.rerunnable[a.producer[forward]]
+    return pinned
 
 
 def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
@@ -181,10 +176,16 @@ def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, 
     return tuple(kept[1:-1])
 
 
-def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
-                options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
-    chain, limit = make_chain(task.flat, positions), options or task.figures.options
-    beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
-    solved = solved_chain(task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, limit)
+def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int,
+                orders: BlockOrders, options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
+    known = dict[tuple[object, ...], BlockOptions]()
+
+    def options_of(block: LocalBlock) -> BlockOptions:
+        if block.signature not in known:
+            known[block.signature] = block_options(block, orders(block), options or task.figures.options)
+        return known[block.signature]
+
+    beyond, chain = max(1, task.most_bytes - task.flat.arrays.base_bytes), make_chain(task.flat, positions)
+    solved = solved_with(task.flat, task.keys, chain, beyond + beyond // 8, slots, options_of)
     for order in expanded(task.flat, solved, task.figures.sizes):
         yield sketch_of(task.flat, name, order)

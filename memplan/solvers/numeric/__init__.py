@@ -1,1 +1,1 @@
-"""How kernels are compiled, run side by side, draw numbers and find minimum cuts."""
+"""How kernels are compiled, and how they find minimum cuts."""

@@ -356,12 +356,32 @@ class _Places:
         rate = self.problem.host_update_s_per_byte
         return lanes(self.movables, self.order, self.gaps, self.read_to, rate, self.problem.in_flight)
 
-    # -- the schedule -----------------------------------------------------------------------------------------------
-
     def schedule(self) -> Schedule:
         """Steps of the order with the copies among them."""
-        before, after = self._events()
-        values = self.problem.graph.values
+        values, end = self.problem.graph.values, len(self.steps)
+        leaves, updates, fetches, waits, before, after = (defaultdict[int, list[Step]](list) for _ in range(6))
+        gaps, closed = self.gaps, np.nonzero(self.gaps.closed)[0]
+        last = {}
+        for g in closed[np.lexsort((gaps.stop[closed], gaps.start[closed]))].tolist():
+            last[int(gaps.value[g]), int(gaps.made[g])] = g
+        for g in closed[np.lexsort((gaps.value[closed], gaps.stop[closed]))].tolist():
+            v, start, stop, gone = int(gaps.value[g]), int(gaps.start[g]), int(gaps.stop[g]), int(gaps.gone[g])
+            if gaps.copies[g]:
+                after[start].append(Offload(v))
+                leaves[gone] += [Wait(v), Drop(v)]
+                if values[v].updates and values[v].home == "host":  # once the device has read the parameter last
+                    updates[max(gone, int(self.read_to[v]) + 1)].append(SurfaceGrads((v,)))
+            elif start >= 0:
+                leaves[gone].append(Drop(v))
+            if stop == end:
+                continue
+            fetches[int(gaps.back[g])].append(Prefetch(v))
+            waits[stop].append(Wait(v))
+            if values[v].home == "device" and last[v, int(gaps.made[g])] == g:
+                waits[stop].append(DropHost(v))
+        for events in (leaves, updates, fetches, waits):
+            for at, inserted in events.items():
+                before[at] += inserted
         steps: list[Step] = [Stay(v) for v in self.staying.tolist()]
         late: list[int] = []
         position = 0
@@ -382,36 +402,3 @@ class _Places:
         if late:
             steps.append(SurfaceGrads(tuple(late)))
         return tuple(steps)
-
-    def _events(self) -> tuple[dict[int, list[Step]], dict[int, list[Step]]]:
-        """Steps to insert before and after the op at each position."""
-        values, end = self.problem.graph.values, len(self.steps)
-        leaves: dict[int, list[Step]] = defaultdict(list)
-        fetches: dict[int, list[Step]] = defaultdict(list)
-        waits: dict[int, list[Step]] = defaultdict(list)
-        after: dict[int, list[Step]] = defaultdict(list)
-        updates: dict[int, list[Step]] = defaultdict(list)
-        gaps, closed = self.gaps, np.nonzero(self.gaps.closed)[0]
-        last = {}
-        for g in closed[np.lexsort((gaps.stop[closed], gaps.start[closed]))].tolist():
-            last[int(gaps.value[g]), int(gaps.made[g])] = g
-        for g in closed[np.lexsort((gaps.value[closed], gaps.stop[closed]))].tolist():
-            v, start, stop, gone = int(gaps.value[g]), int(gaps.start[g]), int(gaps.stop[g]), int(gaps.gone[g])
-            if gaps.copies[g]:
-                after[start].append(Offload(v))
-                leaves[gone] += [Wait(v), Drop(v)]
-                if values[v].updates and values[v].home == "host":  # once the device has read the parameter last
-                    updates[max(gone, int(self.read_to[v]) + 1)].append(SurfaceGrads((v,)))
-            elif start >= 0:
-                leaves[gone].append(Drop(v))
-            if stop == end:
-                continue
-            fetches[int(gaps.back[g])].append(Prefetch(v))
-            waits[stop].append(Wait(v))
-            if values[v].home == "device" and last[v, int(gaps.made[g])] == g:
-                waits[stop].append(DropHost(v))
-        before: dict[int, list[Step]] = defaultdict(list)
-        for events in (leaves, updates, fetches, waits):
-            for position, steps in events.items():
-                before[position] += steps
-        return before, after

@@ -121,7 +121,10 @@ class _Overlap:
         for position, step in enumerate(schedule):
             for value in dict.fromkeys(self._touched(step)):
                 self.touching[value].append(position)
-            for value in self._made(step):
+            made: Iterable[int] = (step.value,) if isinstance(step, (Prefetch, Wait)) else ()
+            if (ran := self.ran.get(position)) is not None:
+                made = (*ran.outputs, *(effect.new for effect in ran.effects))
+            for value in made:
                 self.making[value].append(position)
             if isinstance(step, SurfaceGrads):
                 self.surfacing |= dict.fromkeys(step.values, position)
@@ -171,14 +174,6 @@ class _Overlap:
             case Boundary():
                 yield from self.graph.outputs
             case _ if (value := getattr(step, "value", None)) is not None:
-                yield value
-
-    def _made(self, step: Step) -> Iterable[int]:
-        match step:
-            case Compute(index):
-                op = self.graph.ops[index]
-                yield from (*op.outputs, *(effect.new for effect in op.effects))
-            case Prefetch(value) | Wait(value):
                 yield value
 
     def _overwritten(self, op: Op) -> set[int]:

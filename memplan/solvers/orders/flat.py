@@ -167,6 +167,19 @@ def compressed(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return start, _ints([item for row in rows for item in row])
 
 
+def readings(flat: Flat) -> tuple[Ints, Ints]:
+    """Pairs of an op and a value that it reads, ops in turn."""
+    return np.repeat(np.arange(flat.op_count), np.diff(flat.arrays.read_start)), flat.arrays.read
+
+
+def last_reads(flat: Flat) -> Ints:
+    """The last op that reads each value, -1 where none does."""
+    found = np.full(len(flat.arrays.size_bytes), -1, dtype=np.int64)
+    reader, read = readings(flat)
+    found[read] = reader  # the last one stands
+    return found
+
+
 def _written_over(graph: Graph, ops: Sequence[Op]) -> Iterator[int]:
     """Values that are gone once these ops have run."""
     for op in ops:

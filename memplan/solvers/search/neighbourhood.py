@@ -1,8 +1,13 @@
-"""Large-neighbourhood search at a fixed peak (Shaw, 1998).
+"""Local search at a fixed peak: leave out recomputations, and make room for their results with others.
 
-It leaves out a few repeated runs that stand together, in time or in the model. Then it brings the peak back under its
-limit with others, and fills up what that leaves. An order that takes a little longer is gone on from, the less so the
-later (record-to-record travel, Dueck, 1993). The best one is the answer, so it is never worse than the start.
+Greedy filling stops where nothing more fits. `exchange` leaves out one run although its result does not fit,
+`bring_down` splits other values until it does, and `fill` uses up what that frees. The result is kept where it takes
+less time.
+
+`search_neighbours` is a large-neighbourhood search (Shaw, 1998). It leaves out a few repeated runs that stand together,
+in time or in the model. Then it brings the peak back under its limit with others, and fills up what that leaves. An
+order that takes a little longer is gone on from, the less so the later (record-to-record travel, Dueck, 1993). The best
+one is the answer, so it is never worse than the start.
 
 First runs keep the order of the forward pass: other orders do not pay (docs/research.md).
 """
@@ -14,8 +19,8 @@ from numpy.typing import NDArray
 
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Floats, Ints
-from memplan.solvers.orders.replay import fill, prune, replay
-from memplan.solvers.orders.rewrites import events_of, excess_bytes, live_through, promise_of, split
+from memplan.solvers.orders.replay import fill, prune, removable, replay
+from memplan.solvers.orders.rewrites import bring_down, events_of, excess_bytes, live_through, promise_of, split
 
 _THRESHOLD = 0.03  # of the overhead: how much longer than the best an order may take at first
 _MARGIN = 0.02  # of the overhead: what filling may still win back
@@ -23,9 +28,37 @@ _STEPS = 12  # splits that may bring the peak back under its limit
 _POOL = 32  # values looked at for a split
 _SPLITS = 3  # of these, how many are tried until one helps
 _FEW, _MANY = 3, 24  # repeated runs left out
-_FILL_ROUNDS = 4
+_ROUNDS = 6  # splits that may make room for one result of `exchange`
+_FILL_ROUNDS = 4  # these two as variables, for a literal argument would compile `bring_down` and `fill` a second time
 
 DrawState = NDArray[np.uint64]  # of `_below`
+
+
+@kernel
+def exchange(a: Arrays, order: Ints, limit_bytes: int, tries: int, width: int) -> Ints:
+    """An order that peaks within the limit and takes no longer; at most `tries` runs are tried, dear ones first."""
+    peak, _at, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
+    if peak < 0 or peak > limit_bytes:
+        return order
+    rank = 0
+    for _ in range(tries):
+        ranked = removable(a, order)
+        if rank >= len(ranked):
+            break
+        keep = np.ones(len(order), dtype=np.bool_)
+        keep[ranked[rank]] = False
+        rank += 1
+        trial = bring_down(a, prune(a, order[keep]), limit_bytes, int(_ROUNDS), width)
+        trial_peak, _at, trial_s = replay(a, trial, np.zeros(len(trial), dtype=np.int64))
+        if trial_peak < 0 or trial_peak > limit_bytes:
+            continue
+        trial = fill(a, trial, limit_bytes, int(_FILL_ROUNDS))
+        _peak, _at, trial_s = replay(a, trial, np.zeros(len(trial), dtype=np.int64))
+        if trial_s < time_s * (1 - 1e-9):
+            order = trial
+            time_s = trial_s
+            rank = 0
+    return order
 
 
 @kernel
@@ -83,7 +116,12 @@ def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
 
     Either runs that follow one another in time, or all runs of ops that follow one another in the model.
     """
-    again = _repeated(a, order)
+    seen, repeated = np.zeros(len(a.time_s), dtype=np.bool_), np.zeros(len(order), dtype=np.bool_)
+    for i in range(len(order)):
+        if order[i] >= 0:
+            repeated[i] = seen[order[i]]
+            seen[order[i]] = True
+    again = np.nonzero(repeated)[0]
     if len(again) == 0:
         return order[:0]
     start = _below(state, len(again))
@@ -105,18 +143,6 @@ def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
             if first <= order[p] < first + count:
                 keep[p] = False
     return prune(a, order[keep])
-
-
-@kernel
-def _repeated(a: Arrays, order: Ints) -> Ints:
-    """Positions of runs that are not their op's first."""
-    seen = np.zeros(len(a.time_s), dtype=np.bool_)
-    again = np.zeros(len(order), dtype=np.bool_)
-    for p in range(len(order)):
-        if order[p] >= 0:
-            again[p] = seen[order[p]]
-            seen[order[p]] = True
-    return np.nonzero(again)[0]
 
 
 @kernel

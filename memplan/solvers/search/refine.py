@@ -22,8 +22,7 @@ from memplan.solvers.orders.flat import Flat
 from memplan.solvers.orders.replay import fill
 from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
-from memplan.solvers.search.exchange import exchange
-from memplan.solvers.search.neighbourhood import search_neighbours
+from memplan.solvers.search.neighbourhood import exchange, search_neighbours
 
 _CLOSE = 1e-3  # of the bound
 _PATIENCE = 5.0  # of the neighbours: how many in a row may be no better, for a gap as large as the bound
@@ -42,7 +41,21 @@ def refine(
     start = pareto(sketches)
     found = list(start)
     for sketch in start[: figures.descents]:
-        new = _descend(flat, sketch, floor_bytes, rounds, figures)
+        # Towards the floor in steps, smaller ones where a step fails: a target far out of reach misleads the search, as
+        # every recomputation then adds to the excess somewhere.
+        new: list[Sketch] = []
+        lowest, part = sketch, 4
+        for _ in range(figures.descent_steps):
+            target = lowest.peak_bytes - (lowest.peak_bytes - floor_bytes) // part
+            order = bring_down(a, lowest.order, target, rounds, figures.width)
+            lowered = sketch_of(flat, _lowered(lowest.solver), order)
+            if lowered.peak_bytes < lowest.peak_bytes:
+                new.append(lowered)
+                lowest = lowered
+            if lowered.peak_bytes > target:
+                part *= 2
+                if part > 64:
+                    break
         order = bring_down(a, sketch.order, floor_bytes, rounds, figures.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
@@ -103,24 +116,3 @@ def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:
 
 def _lowered(solver: str) -> str:
     return solver if solver.endswith("lowered") else solver + ", lowered"
-
-
-def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, rounds: int, figures: SearchFigures) -> list[Sketch]:
-    """Lower a peak towards the floor in steps, smaller ones where a step fails.
-
-    A target far out of reach misleads the search: every recomputation then adds to the excess somewhere.
-    """
-    found: list[Sketch] = []
-    part = 4
-    for _ in range(figures.descent_steps):
-        target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
-        order = bring_down(flat.arrays, sketch.order, target, rounds, figures.width)
-        lowered = sketch_of(flat, _lowered(sketch.solver), order)
-        if lowered.peak_bytes < sketch.peak_bytes:
-            found.append(lowered)
-            sketch = lowered
-        if lowered.peak_bytes > target:
-            part *= 2
-            if part > 64:
-                break
-    return found
