@@ -24,8 +24,8 @@ from memplan.torch_private.fakes import (
 )  # fmt: skip
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
-    called, calls_instead, collects, compiled_call, exchanges_saved_tensors, foreign_hooks, global_hook_tables,
-    is_hooked, on_traced, without_saved_tensor_hooks,
+    HOOK_TABLES, called, calls_instead, collects, compiled_call, exchanges_saved_tensors, foreign_hooks,
+    global_hook_tables, is_hooked, without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (
     CompiledCall, MemoryLayout, compiled_graph, deterministic_options, functional_trace, inductor_cache_dir,

@@ -84,27 +84,13 @@ def _sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: in
 
 
 _OPS.define(
-    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int longest, int blank, "
-    "bool zero_infinity) -> (Tensor, Tensor)"
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int longest, "
+    "int blank=0, bool zero_infinity=False) -> (Tensor, Tensor)"
 )
 
-
-def ctc_loss(
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: torch.Tensor,
-    target_lengths: torch.Tensor,
-    longest: int,
-    blank: int = 0,
-    zero_infinity: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `aten._ctc_loss` gives: a loss per sequence, and what its backward reads.
-
-    PyTorch's op has no fake kernel, because the shape of the latter depends on the longest target. longest: its length.
-    """
-    return torch.ops.memplan.ctc_loss.default(  # type: ignore[no-any-return]
-        log_probs, targets, input_lengths, target_lengths, longest, blank, zero_infinity
-    )
+# What `aten._ctc_loss` gives: a loss per sequence, and what its backward reads. PyTorch's op has no fake kernel:
+# the shape of the latter depends on the longest target. longest: its length.
+ctc_loss = torch.ops.memplan.ctc_loss.default
 
 
 def _ctc_loss(
@@ -149,7 +135,7 @@ def depends_on_data(size: Any) -> bool:
 
 def has_shape_of_data(op: Any) -> bool:
     """Whether the shapes of an op's results may depend on the data that it is given."""
-    return op is torch.ops.memplan.ctc_loss.default or torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
+    return op is ctc_loss or torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
 
 
 @contextlib.contextmanager

@@ -217,7 +217,12 @@ class FsdpUnit:
                 gathered[differentiates] = [whole_parameters(sums) for sums in self._sums]
             before = args, kwargs
             for sums, (traffic, wholes) in zip(self._sums, gathered[differentiates], strict=True):
-                self._exchange(sums.group, wholes)
+                for parameter, whole in zip(sums.group.fsdp_params, wholes, strict=True):
+                    info = parameter._module_info
+                    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                    for home, name in ((info.module, info.param_name), *shared):
+                        self._sharded.append((home._parameters, name, home._parameters[name], whole))
+                        home._parameters[name] = whole
                 args, kwargs = type(sums.group)._register_post_backward_hook(_NoReduction(), args, kwargs)
                 traffic.reduces_early |= not is_first and (before[0] is not args or before[1] is not kwargs)
         return args, kwargs
@@ -235,15 +240,6 @@ class FsdpUnit:
                 table[key] = sharded
         self._sharded.clear()
         self._left = set()
-
-    def _exchange(self, group: Any, wholes: Sequence[torch.Tensor]) -> None:
-        """Put whole parameters in the place of a group's parts."""
-        for parameter, whole in zip(group.fsdp_params, wholes, strict=True):
-            info = parameter._module_info
-            places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-            for module, name in places:
-                self._sharded.append((module._parameters, name, module._parameters[name], whole))
-                module._parameters[name] = whole
 
 
 class _NoReduction:

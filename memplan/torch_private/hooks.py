@@ -10,16 +10,14 @@ import torch
 from torch import nn
 
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import FakeTensor
 
 _INSTEAD = "_compiled_call_impl"
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
 
 def global_hook_tables() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs."""
-    home = torch.nn.modules.module
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return [getattr(home, f"_global_{kind}") for kind in kinds]
+    return [getattr(torch.nn.modules.module, f"_global{table}") for table in HOOK_TABLES]
 
 
 def foreign_hooks(table: dict[int, Any]) -> int:
@@ -29,8 +27,7 @@ def foreign_hooks(table: dict[int, Any]) -> int:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a module has hooks of its own whose work is not part of a trace."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(foreign_hooks(getattr(module, table)) for table in tables)
+    return any(foreign_hooks(getattr(module, table)) for table in HOOK_TABLES)
 
 
 def collects(module: nn.Module) -> bool:
@@ -97,17 +94,6 @@ def without_saved_tensor_hooks() -> Iterator[int]:
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-@contextlib.contextmanager
-def on_traced(
-    methods: Mapping[str, Callable[..., Any]], setters: Mapping[str, Callable[[torch.Tensor, Any], None]]
-) -> Iterator[None]:
-    """A context in which fake tensors have other methods, and other setters of properties, than torch.Tensor."""
-    getters = {name: getattr(torch.Tensor, name).__get__ for name in setters}
-    properties = {name: property(getters[name], setter) for name, setter in setters.items()}
-    with exchanged(FakeTensor, **methods, **properties):
-        yield
 
 
 _TRANSPARENT = ("torch.utils.checkpoint", "memplan.")  # a plan may run within a checkpoint, or while it is rehearsed

@@ -41,6 +41,7 @@ def watching_tensors(
     """
     method: Any = torch.Tensor.requires_grad_
     setter: Any = torch.Tensor.requires_grad
+    data: Any = torch.Tensor.data
 
     def requires(tensor: torch.Tensor, wanted: bool = True) -> Any:
         note_requires_grad(tensor)
@@ -50,13 +51,15 @@ def watching_tensors(
         note_requires_grad(tensor)
         setter.__set__(tensor, wanted)
 
-    methods: dict[str, Callable[..., Any]] = {
-        "register_hook": _register,
-        "retain_grad": _retain,
-        "requires_grad_": requires,
-        "__getattr__": lambda tensor, name: read_attribute(tensor, name),
-    }
-    return private.on_traced(methods, {"data": _exchange, "requires_grad": set_requires})
+    return private.exchanged(
+        private.FakeTensor,
+        register_hook=_register,
+        retain_grad=_retain,
+        requires_grad_=requires,
+        requires_grad=property(setter.__get__, set_requires),
+        data=property(data.__get__, _exchange),
+        __getattr__=lambda tensor, name: read_attribute(tensor, name),
+    )
 
 
 def _register(tensor: torch.Tensor, hook: Any) -> Any:
