@@ -24,8 +24,8 @@ from memplan.torch_private.fakes import (
 )  # fmt: skip
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
-    HOOK_TABLES, called, calls_instead, collects, compiled_call, exchanges_saved_tensors, foreign_hooks,
-    global_hook_tables, is_hooked, without_saved_tensor_hooks,
+    HOOK_TABLES, called, calls_instead, collects, collects_outputs, compiled_call, exchanges_saved_tensors,
+    foreign_hooks, global_hook_tables, is_hooked, without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (
     CompiledCall, MemoryLayout, compiled_graph, deterministic_options, functional_trace, inductor_cache_dir,
@@ -46,8 +46,7 @@ from memplan.torch_private.tensors import (
 )  # fmt: skip
 from memplan.torch_private.tracing import (
     DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,
-    higher_order_ops_refused, is_call_of_compiled_code, is_compiled, leave_out, numbers_read_by_tensor,
-    outside_of_tracing, runs_compiled, seeding_refused, someone_traces, trace_with_fakes, tracer_constants,
-    tracer_graph, tracer_node, uncompiled, with_layout,
+    higher_order_ops_refused, is_call_of_compiled_code, is_compiled, leave_out, not_tracing_for_transformers,
+    numbers_read_by_tensor, outside_of_tracing, runs_compiled, seeding_refused, someone_traces, trace_with_fakes,
+    tracer_constants, tracer_graph, tracer_node, uncompiled, with_layout,
 )  # fmt: skip
-from memplan.torch_private.transformers_paths import collects_outputs, not_tracing_for_transformers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -33,6 +34,13 @@ def is_hooked(module: nn.Module) -> bool:
 def collects(module: nn.Module) -> bool:
     """Whether a module, or one in it, has hooks whose work is part of a trace."""
     return any(inner._forward_hooks and not foreign_hooks(inner._forward_hooks) for inner in module.modules())
+
+
+def collects_outputs() -> bool:
+    """Whether a transformers model is running with hooks that collect outputs of its submodules."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return bool(collector is not None and collector.get())
 
 
 @contextlib.contextmanager

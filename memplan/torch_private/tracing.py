@@ -95,6 +95,21 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | No
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
 
 
+@contextlib.contextmanager
+def not_tracing_for_transformers() -> Iterator[None]:
+    """A context in which transformers runs as it does outside of a trace.
+
+    It asks `is_tracing(tensor)`, which is true for fake tensors. It then builds other masks and repeats key/value
+    heads: other kernels and other bits than the plain step.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    original: Any = getattr(module, "is_fake_tensor", None)
+    owner = threading.get_ident()
+    of_others = {"is_fake_tensor": lambda tensor: threading.get_ident() != owner and original(tensor)}
+    with exchanged(module, **({} if original is None else of_others)):
+        yield
+
+
 def someone_traces() -> bool:
     """Whether forward runs for torch.func, forward-mode differentiation or a tracer (export, jit, make_fx)."""
     return (

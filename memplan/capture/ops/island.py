@@ -36,8 +36,7 @@ from memplan.capture.ops.island_call import IslandCall
 from memplan.capture.ops.island_facts import BackwardFacts, ForwardFacts
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
-from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
-from memplan.capture.ops.saver import Saver, bytes_for
+from memplan.capture.ops.recorded_graph import RecordedGraph, Saver, bytes_for, graph_of, take_attributes, ticket_of
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log

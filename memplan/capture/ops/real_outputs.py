@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
-from memplan.capture.ops.iterated import iterated_layout
-from memplan.capture.ops.layout import dense_stride
+from memplan.capture.ops.layout import dense_stride, iterated_layout
 from memplan.capture.ops.op_facts import argument_of
 
 aten = torch.ops.aten

@@ -37,7 +37,6 @@ from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
-from memplan.capture.trace.tensor_hooks import watching_tensors
 from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
 
@@ -242,7 +241,7 @@ class _StepTrace:
         with (
             private.seeding_refused(seeding_itself),
             private.numbers_read_by_tensor(),
-            watching_tensors(stand_ins.note_requires_grad, stand_ins.read),
+            stand_ins.watching(),
             in_place_of_state(self._request.model, state),
         ):
             template = self._forward(*arguments)
