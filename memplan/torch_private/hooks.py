@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -43,16 +43,12 @@ def collects_outputs() -> bool:
     return bool(collector is not None and collector.get())
 
 
-@contextlib.contextmanager
-def calls_instead(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """A context in which whole calls of modules, or of those of a class, are others, without hooks.
+def calls_instead(home: Any, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """A context in which whole calls of a module, or of those of a class, are others, without hooks.
 
     `nn.Module.__call__` asks the module, then its class, for what `module.compile()` puts there.
     """
-    with contextlib.ExitStack() as stack:
-        for home, call in calls.items():
-            stack.enter_context(exchanged(home, **{_INSTEAD: call}))
-        yield
+    return exchanged(home, **{_INSTEAD: call})
 
 
 def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

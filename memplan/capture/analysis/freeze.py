@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields
 
 from torch import fx
 
@@ -13,7 +14,7 @@ from memplan.capture.ops.dataflow import Dataflow
 from memplan.capture.ops.layout import generator_state_bytes, tensor_text
 from memplan.capture.ops.real_results import is_unsteady
 from memplan.capture.ops.signature import op_kind, signature
-from memplan.capture.trace.raw_trace import RawTrace
+from memplan.capture.trace.raw_trace import RawTrace, StepNotes
 from memplan.problem.data import Effect, Graph, Op, Value
 
 Renumbering = dict[int, int]  # index of a value in the draft -> its index in the graph
@@ -64,7 +65,18 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
     )
     return Traced(
         graph=graph,
-        kernels=tuple(_kernel(op, number) for op in draft.ops),
+        kernels=tuple(
+            Kernel(
+                op.node,
+                op.target,
+                op.args,
+                op.kwargs,
+                reads={n: number[v] for n, v in op.reads.items()},
+                made=tuple(Made(m.node, m.index, number[m.value]) for m in op.made),
+                repeat_args=op.args if op.repeat_args is None else op.repeat_args,
+            )
+            for op in draft.ops
+        ),
         roots=roots,
         parents=draft.parents,
         residents=draft.residents,
@@ -79,12 +91,8 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
             r.name: draft.constants[r.name] for n, r in draft.residents.items() if r.kind == "constant" and n in rooted
         },
         guards=guards,
-        reassigned=raw.reassigned,
-        decisions=raw.decisions,
-        summed=raw.summed,
-        specs=raw.specs,
-        inner=raw.inner,
         device=draft.device,
+        **{one.name: getattr(raw, one.name) for one in fields(StepNotes)},
     )
 
 
@@ -138,10 +146,3 @@ def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:
         layer=op.layer,
         key=key,
     )
-
-
-def _kernel(op: DraftOp, number: Renumbering) -> Kernel:
-    reads = {n: number[v] for n, v in op.reads.items()}
-    made = tuple(Made(m.node, m.index, number[m.value]) for m in op.made)
-    repeat_args = op.args if op.repeat_args is None else op.repeat_args
-    return Kernel(op.node, op.target, op.args, op.kwargs, reads, made, repeat_args)

@@ -30,8 +30,6 @@ from memplan.problem.data import RESIDENT_ROLES, Effect, Phase, Role
 
 aten = torch.ops.aten
 
-CallParts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
-
 
 def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device) -> Traced:
     """Analyse a raw trace. Raises UnsupportedModel where the program can't be represented exactly."""
@@ -236,8 +234,8 @@ class _StepBuilder:
             op.repeat_args = tuple(None if i in hidden[0] else a for i, a in enumerate(args))
         self.draft.ops.append(op)
 
-    def _simplified(self, node: fx.Node) -> CallParts:
-        """The call without false dependencies: factories keep only the metadata of their model tensor."""
+    def _simplified(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """(target, args, kwargs) of a call. Factories keep only the metadata of their model tensor."""
         args, kwargs = node.args, dict(node.kwargs)
         if node.target in op_facts.METADATA_ONLY:
             like: Any = args[0]

@@ -50,11 +50,8 @@ class KeptMemory:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an op's schema says it writes to. A higher-order op has none: the ops that it runs write."""
-    for position, name in () if isinstance(func, private.HigherOrderOperator) else written_arguments(func):
-        given = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(tensor, torch.Tensor) and has_memory(tensor):
-                yield tensor
+    found = () if isinstance(func, private.HigherOrderOperator) else written_arguments(func, args, kwargs)
+    return (tensor for tensor in found if isinstance(tensor, torch.Tensor) and has_memory(tensor))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -106,7 +106,12 @@ class NamedState:
             for value in (*vars(module).values(), *(hook for table in tables for hook in table.values())):
                 self._reach_code(getattr(value, "__wrapped__", value))  # a planned forward stands for the model's own
         self._reach(run)
-        self._follow()
+        while self._pending:
+            self._look_into(self._pending.pop())
+            for kind in () if self._pending else tuple(self._classes):
+                for name in self._others & vars(kind).keys():
+                    if not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
+                        self._reach(vars(kind)[name])
         self.tables = list(self._tables())
 
     def _tables(self) -> Iterator[tuple[str, NamedTable]]:
@@ -127,18 +132,6 @@ class NamedState:
                 yield title, table
 
     # -- which code runs --------------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        """Follow what is named until nothing is new."""
-        while True:
-            while self._pending:
-                self._look_into(self._pending.pop())
-            for kind in tuple(self._classes):
-                for name in self._others & vars(kind).keys():
-                    if not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
-                        self._reach(vars(kind)[name])
-            if not self._pending:
-                return
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:

@@ -27,20 +27,16 @@ _SKIPPED = (type, ModuleType, FunctionType, nn.Module)
 @contextlib.contextmanager
 def results_forgotten(model: nn.Module) -> Iterator[None]:
     """A context after which functions forget results that were made of fake tensors in it."""
-    before = [(function, function.cache_info().misses) for function in _functions(model)]
+    owners = {*model.modules(), *(kind for module in model.modules() for kind in type(module).__mro__)}
+    own = {o for owner in owners for o in vars(owner).values() if type(o) is _Remembering}
+    functions = own.union(_of_the_process(len(sys.modules)))
+    before = [(function, function.cache_info().misses) for function in functions]
     try:
         yield
     finally:
         for function, misses in before:
             if function.cache_info().misses != misses and _remembers_fakes(function):
                 function.cache_clear()
-
-
-def _functions(model: nn.Module) -> set[_Remembering[Any]]:
-    modules = tuple(model.modules())
-    owners = {*modules, *(kind for module in modules for kind in type(module).__mro__)}
-    own = {o for owner in owners for o in vars(owner).values() if type(o) is _Remembering}
-    return own.union(_of_the_process(len(sys.modules)))
 
 
 @functools.lru_cache(maxsize=1)

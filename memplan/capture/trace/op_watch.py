@@ -14,7 +14,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, evaluate
-from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.layout import is_dense, storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.ops.sizes import SymbolicInputs
@@ -24,7 +24,6 @@ from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
-from memplan.capture.trace.sums import is_odd
 from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
@@ -125,7 +124,10 @@ class OpWatch(private.TorchDispatchMode):
         """The result of an addition in backward, with the strides that it has where eager adds in place."""
         number, self._notes.additions = self._notes.additions, self._notes.additions + 1
         tensors = isinstance(first, private.FakeTensor) and isinstance(second, private.FakeTensor)
-        if alpha != 1 or not tensors or first._is_view() or not is_odd(first, second, total) or in_python_backward():
+        if alpha != 1 or not tensors or first._is_view() or first.stride() == total.stride():
+            return total
+        alike = first.shape == second.shape == total.shape and first.dtype == second.dtype == total.dtype
+        if not alike or not is_dense(first) or in_python_backward():
             return total
         if number in self._notes.in_place:
             return private.with_layout(total, stride=first.stride())

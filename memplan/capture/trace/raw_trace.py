@@ -113,23 +113,37 @@ class AttributeRead:
 
 
 @dataclass(slots=True, kw_only=True)
-class Noted:
+class StepNotes:
+    """What is noted while a step is traced, and stays with the step.
+
+    - reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
+    - decisions: branches that the trace has taken from an earlier run. What each depends on is an output, too.
+    - summed: parameters whose gradients autograd adds up from several uses.
+    - inner: outputs from which others derive, by position; True where one of these others is a start of backward. The
+      gradient that is handed in for such an output is not all of it.
+    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
+    """
+
+    reassigned: dict[str, int] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
+    summed: tuple[str, ...] = ()
+    inner: dict[int, bool] = field(default_factory=dict)
+    specs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Noted(StepNotes):
     """What is noted while a step is traced, and what its trace has of that.
 
     - requires_grad: of the outputs.
     - tangents: nodes that stand for the gradients handed in, by output.
     - scalar_reads, attribute_reads: numbers that forward read.
     - tensor_reads: attributes of parameters, buffers and inputs that it read: see `StandIns`.
-    - reassigned: buffers that forward puts other tensors into, with the output that holds the new one.
     - answers, forward_reads: what was read from tensors; the first `forward_reads` of these were read by forward.
-    - decisions: branches that the trace has taken from an earlier run.
     - arrivals: parameters in the order in which autograd hands over their gradients.
-    - summed: parameters with gradients from several uses.
-    - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
     - odd_sums: (number of an addition in backward, its node, that of its first operand) where its strides would be
       others if it were made in place.
     - checkpointed: nodes that a checkpoint of forward would run twice, and whether it draws the same numbers again.
-    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
 
     requires_grad: tuple[bool, ...] = ()
@@ -137,16 +151,11 @@ class Noted:
     scalar_reads: list[ScalarRead] = field(default_factory=list)
     attribute_reads: list[AttributeRead] = field(default_factory=list)
     tensor_reads: dict[tuple[str, str], Any] = field(default_factory=dict)
-    reassigned: dict[str, int] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     forward_reads: int = 0
-    decisions: tuple[Decision, ...] = ()
     arrivals: list[str] = field(default_factory=list)
-    summed: tuple[str, ...] = ()
-    inner: dict[int, bool] = field(default_factory=dict)
     odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
     checkpointed: dict[fx.Node, bool] = field(default_factory=dict)
-    specs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

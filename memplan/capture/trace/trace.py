@@ -16,6 +16,7 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
@@ -79,7 +80,8 @@ class TraceRequest(TraceOptions):
     - moves_inputs: the call's tensors may be elsewhere, and stand for tensors on the device.
     - memory: keeps what forward writes to of tensors that are neither parameters, buffers nor inputs, and puts it back
       when the caller says so.
-    - in_place: numbers of additions in backward that eager makes in place, as `sums` tells from an earlier trace.
+    - in_place: numbers of additions in backward that eager makes in place, as an earlier trace tells.
+    - reads: notes the attributes that the step reads.
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
     - made: notes the tensors of the trace. None of them may outlive it.
     """
@@ -93,8 +95,9 @@ class TraceRequest(TraceOptions):
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     memo: Memo = field(default_factory=Memo)
     moves_inputs: bool = True
-    memory: KeptMemory | None = None
+    memory: KeptMemory = field(default_factory=KeptMemory)
     in_place: frozenset[int] = frozenset()
+    reads: AttributeReads = field(default_factory=lambda: AttributeReads([]))
     left: Callable[[], Sequence[SetValue]] = tuple
     made: MadeTensors = field(default_factory=MadeTensors)
 
@@ -105,7 +108,8 @@ def trace_step(request: TraceRequest) -> RawTrace:
     Raises UnsupportedModel, with the module and the source line, where the step can't be traced exactly. It is a
     `Refusal` if another request may help.
     """
-    return _StepTrace(request).made()
+    with request.reads.listening():
+        return _StepTrace(request).made()
 
 
 class _StepTrace:
@@ -154,8 +158,7 @@ class _StepTrace:
             self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
-            memory = request.memory or stack.enter_context(KeptMemory())
-            watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted, symbolic)
+            watch = OpWatch(self._notes, request.memo, request.memory, request.made, request.counted, symbolic)
             try:
                 symbols = None if symbolic is None else symbolic.symbols
                 graph_module = private.trace_with_fakes(watched, *stand_ins, symbols=symbols)

@@ -30,7 +30,7 @@ class TraceNotes(Noted):
     - stack, spans: modules that run, and where in the graph each was entered or left.
     - seen: booleans that forward read from tensors in a run.
     - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
-    - in_place: see `sums`.
+    - in_place: see `TraceRequest`.
     - additions: how many there were in backward.
     - renamed: names of nodes by the ones that they had while they were traced, where these are others.
     - fixed_at: by symbol, where PyTorch came to depend on its value.
