@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
-from memplan.capture.analysis.traced import Guard, Resident, Traced
+from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
 from memplan.capture.ops.sizes import (
     FROM_DATA,
@@ -29,7 +29,7 @@ from memplan.capture.ops.sizes import (
     symbols_in,
 )
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import line_of_place
+from memplan.capture.trace.raw_trace import Guard, line_of_place
 from memplan.errors import UnsupportedModel
 
 _FEW = 8  # numbers that are read one by one on a CPU, which takes less time than to gather them

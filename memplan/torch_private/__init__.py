@@ -18,10 +18,6 @@ from memplan.torch_private.dtensors import (
     ranks_of, spec_of, wait_for, with_spec,
 )  # fmt: skip
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import (
-    FakeTensor, FakeTensorMode, attributes_set_on, batch_norm_reserve_elements, ctc_loss, depends_on_data, fakes_on,
-    has_shape_of_data, has_symbolic_shape, stepped_as_real, sum_of_weights,
-)  # fmt: skip
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
     HOOK_TABLES, called, calls_instead, collects, collects_outputs, compiled_call, exchanges_saved_tensors,
@@ -41,8 +37,9 @@ from memplan.torch_private.symbols import (
     number_here, text_of_node, varies,
 )  # fmt: skip
 from memplan.torch_private.tensors import (
-    OpOverload, alike, changes_ops, is_allocated, is_ordinary, is_transformed, known_storage, nn_functions, plain,
-    pytree, suggest_memory_format,
+    FakeTensor, FakeTensorMode, OpOverload, alike, attributes_set_on, batch_norm_reserve_elements, changes_ops,
+    ctc_loss, depends_on_data, fakes_on, has_shape_of_data, has_symbolic_shape, is_allocated, is_ordinary,
+    is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real, suggest_memory_format, sum_of_weights,
 )  # fmt: skip
 from memplan.torch_private.tracing import (
     DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,

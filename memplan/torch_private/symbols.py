@@ -29,8 +29,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from memplan.errors import UnsupportedModel
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import FakeTensor, FakeTensorMode
-from memplan.torch_private.tensors import suggest_memory_format
+from memplan.torch_private.tensors import FakeTensor, FakeTensorMode, suggest_memory_format
 
 aten = torch.ops.aten
 

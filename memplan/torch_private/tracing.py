@@ -38,8 +38,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
 from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic
+from memplan.torch_private.tensors import FakeTensor, _grouped_products_of_any_dtype
 
 aten = torch.ops.aten
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from torch import fx
 
 from memplan.capture.analysis.draft import Draft, DraftOp
-from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
+from memplan.capture.analysis.traced import Gradient, Kernel, Made, OutputTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow
 from memplan.capture.ops.layout import generator_state_bytes, tensor_text
-from memplan.capture.ops.real_results import is_unsteady
-from memplan.capture.ops.signature import op_kind, signature
-from memplan.capture.trace.raw_trace import RawTrace, StepNotes
+from memplan.capture.ops.real_results import is_unsteady, op_kind, signature
+from memplan.capture.trace.raw_trace import Guard, RawTrace, StepNotes
 from memplan.problem.data import Effect, Graph, Op, Value
 
 Renumbering = dict[int, int]  # index of a value in the draft -> its index in the graph
@@ -39,7 +38,7 @@ def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
 def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Traced:
     """The captured step, with those values that are used, in the order of the trace."""
     dataflow = Dataflow(raw.module.graph)
-    guards = tuple(Guard(tuple(dataflow.behind(r.node)), r.node, r.value, r.where) for r in raw.scalar_reads)
+    guards = tuple(replace(read, nodes=tuple(dataflow.behind(read.node))) for read in raw.scalar_reads)
     used = sorted(_used_values(draft, outputs, guards))
     number = {old: new for new, old in enumerate(used)}
     roots = {number[v]: tuple(dict.fromkeys(draft.values[v].roots)) for v in used}

@@ -16,8 +16,8 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.freeze import tensor_in
-from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, MetaTensor, OutputTensor, Traced
-from memplan.capture.ops.signature import signature
+from memplan.capture.analysis.traced import Gradient, Kernel, Made, MetaTensor, OutputTensor, Traced
+from memplan.capture.ops.real_results import signature
 from memplan.capture.ops.sizes import (
     CallSizes,
     DataSize,
@@ -29,7 +29,7 @@ from memplan.capture.ops.sizes import (
     expressions_in,
     put,
 )
-from memplan.capture.trace.raw_trace import RawTrace
+from memplan.capture.trace.raw_trace import Guard, RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
@@ -139,7 +139,7 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
         outputs=tuple(OutputTensor(new[o.node], o.value, o.requires_grad, o.tangent) for o in traced.outputs),
         gradients=tuple(Gradient(g.value, tuple((name, new[n]) for name, n in g.nodes)) for g in traced.gradients),
         tangent_nodes={v: new[n] for v, n in traced.tangent_nodes.items()},
-        guards=tuple(Guard(tuple(new[n] for n in g.nodes), new[g.node], g.value, g.where) for g in traced.guards),
+        guards=tuple(Guard(new[g.node], g.value, g.where, tuple(new[n] for n in g.nodes)) for g in traced.guards),
         sizes=dataclasses.replace(sizes, here=numbers),
     )
 

@@ -10,7 +10,7 @@ from torch import fx
 
 from memplan.capture.ops.sizes import Sizes
 from memplan.capture.trace.call import OutputTemplate
-from memplan.capture.trace.raw_trace import StepNotes
+from memplan.capture.trace.raw_trace import Guard, StepNotes
 from memplan.problem.data import Graph, Role
 
 
@@ -98,22 +98,6 @@ class Gradient:
         """The names of its parameters."""
         pairs = [name.partition(" ") for name, _ in self.nodes]
         return [leaf for kind, _, leaf in pairs if kind == "parameter"]
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """A number that forward read from the data of its inputs, or the shape of a result that depends on it.
-
-    - nodes: these compute it again.
-    - node: the one of them that gives it.
-    - value: the number or shape that was read; None for a number or a size that may vary.
-    - where: the place in forward, in words.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    node: fx.Node
-    value: Any
-    where: str
 
 
 @dataclass(slots=True)

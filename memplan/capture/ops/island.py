@@ -214,26 +214,21 @@ class Island(IslandCall):
             raise Refusal(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
-        self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], positions)
+        edges, uses = Edges(o for o, t in zip(outputs, tracked, strict=True) if t), [0] * len(self.inputs)
+        if edges.leaves - {target for edge in graph.begin for target, _ in edge.node.next_functions}:
+            raise self._other(f"{self.title} reads a tensor that requires grad, and that it is not given")
+        for i, begin in zip(positions, graph.begin, strict=True):
+            uses[i] = len(edges.into(begin.node, begin.output_nr)) + any(begin == end for end in graph.ends)
+            planned = self.forward_facts
+            if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
+                graph.diverted[i] = edges.divert(begin)  # its gradients are kept apart
+        graph.uses = tuple(uses)
         take_attributes(graph, saver)
         written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
         if not written <= (self.writes if self.looked_at else self.buffers):
             raise Refusal(f"{self.title} writes to its arguments")
         self.writes |= written
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
-
-    def _note_uses(self, graph: RecordedGraph, starts: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
-        """Count the gradients that each input gets. Where there are several, keep them apart."""
-        edges, uses = Edges(starts), [0] * len(self.inputs)
-        leaves = edges.leaves - {target for edge in graph.begin for target, _ in edge.node.next_functions}
-        if leaves:
-            raise self._other(f"{self.title} reads a tensor that requires grad, and that it is not given")
-        for i, begin in zip(positions, graph.begin, strict=True):
-            uses[i] = len(edges.into(begin.node, begin.output_nr)) + any(begin == end for end in graph.ends)
-            planned = self.forward_facts
-            if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
-                graph.diverted[i] = edges.divert(begin)
-        graph.uses = tuple(uses)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

@@ -163,7 +163,8 @@ class IslandsTraced:
         def traced(called: Any, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
             return self._in_place_of(called, Arguments.of(args, kwargs, state_given(called, module)), module)
 
-        return calls_exchanged(model, self._callables | marked_in(model), traced)
+        marked = {Opaque, *(path for path, m in model.named_modules() if path and _MARK in vars(m))}
+        return calls_exchanged(model, self._callables | marked, traced)
 
     def _in_place_of(self, called: Any, arguments: Arguments, module: nn.Module | None = None) -> Any:
         """The fake outputs of an island, computed by its forward op."""
@@ -273,11 +274,6 @@ def opaque(thing: Callable[..., Any]) -> Any:
     marked = thing if isinstance(thing, nn.Module) else Opaque(thing)
     vars(marked)[_MARK] = True
     return marked
-
-
-def marked_in(model: nn.Module) -> set[Any]:
-    """Paths of modules that are marked, and the class of functions that are."""
-    return {Opaque, *(path for path, m in model.named_modules() if path and _MARK in vars(m))}
 
 
 def refuse_reads(islands: Collection[Island], model: nn.Module, reads: AttributeReads) -> None:

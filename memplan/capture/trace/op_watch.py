@@ -22,7 +22,7 @@ from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
+from memplan.capture.trace.raw_trace import Answer, AttributeRead, Guard
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
 from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
 from memplan.errors import UnsupportedModel
@@ -192,7 +192,7 @@ class OpWatch(private.TorchDispatchMode):
                 with self._recording.unwritten():
                     size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
             fixed = tuple(None if private.is_symbolic(n) else n for n in size)
-            self._notes.scalar_reads.append(ScalarRead(node, fixed, self._notes.place(caller_line())))
+            self._notes.scalar_reads.append(Guard(node, fixed, self._notes.place(caller_line())))
             return private.with_layout(output, size=size, stride=stride)
 
         return pytree.tree_map(sized, outputs)
@@ -272,7 +272,7 @@ class OpWatch(private.TorchDispatchMode):
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
         number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.scalar_reads), value)
         varies = private.is_symbolic(number)
-        self._notes.scalar_reads.append(ScalarRead(node, None if varies else value, self._notes.place(source)))
+        self._notes.scalar_reads.append(Guard(node, None if varies else value, self._notes.place(source)))
         if varies:
             self._recording.bind_number(number, node)
         return number

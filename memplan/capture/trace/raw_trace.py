@@ -75,17 +75,19 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class ScalarRead:
-    """A value that forward read from tensor data.
+class Guard:
+    """A number that forward read from the data of its inputs, or the shape of a result that depends on it.
 
     - node: what was read.
-    - value: what it was; of a result whose shape depends on data the shape. None stands for what may vary.
+    - value: the number or shape that was read; None for a number or a size that may vary.
     - where: the place in forward, in words.
+    - nodes: these compute it again; known once the trace is over.
     """
 
     node: fx.Node
     value: Any
     where: str
+    nodes: tuple[fx.Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ class Noted(StepNotes):
 
     requires_grad: tuple[bool, ...] = ()
     tangents: dict[int, fx.Node] = field(default_factory=dict)
-    scalar_reads: list[ScalarRead] = field(default_factory=list)
+    scalar_reads: list[Guard] = field(default_factory=list)
     attribute_reads: list[AttributeRead] = field(default_factory=list)
     tensor_reads: dict[tuple[str, str], Any] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)

@@ -340,7 +340,14 @@ class _StepTrace:
                 template.specs[index] = template.specs[index][0], spec
             if arriving is not None:
                 layout = arriving[index]
-                shape, stride = self._as_it_arrives(output, layout)
+                shape, stride = layout.shape, layout.stride
+                if self._request.varying:  # the layout may be that in a call of another size
+                    shape = output.shape
+                    if any(stride) and stride != dense_stride(layout.shape):
+                        raise UnsupportedModel(
+                            f"a gradient arrives with strides {stride}, of which nobody knows how they vary"
+                        )
+                    stride = dense_stride(shape) if any(stride) else stride
                 tangents.append(output.new_empty_strided(shape, stride, dtype=layout.dtype))
             elif self._request.expanded:
                 tangents.append(output.new_empty_strided(output.shape, [0] * output.dim()))
@@ -350,16 +357,6 @@ class _StepTrace:
             assert node is not None
             self._notes.tangents[index], tangents[-1] = node, private.with_spec(tangents[-1], spec)
         return chosen, tangents
-
-    def _as_it_arrives(self, output: torch.Tensor, layout: GradientLayout) -> tuple[Sequence[int], Sequence[int]]:
-        """(shape, stride) of the gradient of an output. layout: in a call that may be of another size."""
-        if not self._request.varying:
-            return layout.shape, layout.stride
-        if not any(layout.stride):
-            return output.shape, layout.stride
-        if tuple(layout.stride) == dense_stride(layout.shape):
-            return output.shape, dense_stride(output.shape)
-        raise UnsupportedModel(f"a gradient arrives with strides {layout.stride}, of which nobody knows how they vary")
 
     # -- what comes of it -------------------------------------------------------------------------------------------
 
