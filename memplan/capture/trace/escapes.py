@@ -61,12 +61,9 @@ class MadeTensors:
         What was made while Python's collector was off is in its youngest generation, so only that is collected. A
         tensor without a holder is in autocast's cache, in a context of the caller.
         """
-        if not self._there():
-            return []
-        gc.collect(0)
+        if self._there():
+            gc.collect(0)
         escaped = self._there()
-        if not escaped:
-            return []
         wanted: list[Any] = list(escaped)
         found, holders = list[Any](), list[Any]()
         while wanted:

@@ -84,6 +84,7 @@ class OpWatch(private.TorchDispatchMode):
         return self.__torch_dispatch__(op, (), args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if isinstance(func, private.HigherOrderOperator):
             self._refuse_higher_order(str(func))
         if private.is_of_dtensors(types):
@@ -96,7 +97,15 @@ class OpWatch(private.TorchDispatchMode):
         if func is aten._ctc_loss.Tensor:
             longest = self._run(private.READ_SCALAR, self._run(aten.max.default, args[3]))
             return private.ctc_loss(args[0], args[1], args[2], args[3], longest, *args[4:])
-        self._look_at_writes(func, args, kwargs or {})
+        for tensor in written_by(func, args, kwargs):
+            if not isinstance(tensor, private.FakeTensor):  # ops on real tensors alone do run
+                self._memory.keep(tensor, self._notes.around())
+            elif any(storage_key(view) == storage_key(tensor) for view in self._views):
+                raise UnsupportedModel(
+                    f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
+                    f"{self._notes.module}, at {caller_line()}; a planned step would not. "
+                    "Register the tensor as a buffer"
+                )
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
         if func is private.READ_SCALAR:
@@ -107,14 +116,14 @@ class OpWatch(private.TorchDispatchMode):
                 value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
                 self._notes.answers.append(Answer(private.number_here(value), place))
                 return value
-        trace = functools.partial(self._trace, func, args, kwargs or {})
+        trace = functools.partial(self._trace, func, args, kwargs)
         if private.has_shape_of_data(func):
             outputs = trace()
         else:
-            outputs = self._memo.run(self._recording, func, args, kwargs or {}, trace)
+            outputs = self._memo.run(self._recording, func, args, kwargs, trace)
         self._made.note(tensors_of(outputs))
         if func is torch.ops.aten.add.Tensor and self._notes.template is not None:
-            outputs = self._summed(outputs, *args, **(kwargs or {}))
+            outputs = self._summed(outputs, *args, **kwargs)
         if any(result.alias_info is not None for result in func._schema.returns):
             if isinstance(args[0], torch.Tensor) and not isinstance(args[0], private.FakeTensor):
                 self._views += [t for t in tensors_of(outputs) if isinstance(t, private.FakeTensor)]
@@ -135,21 +144,6 @@ class OpWatch(private.TorchDispatchMode):
         if nodes[0] is not None and nodes[1] is not None:
             self._notes.odd_sums.append((number, nodes[0], nodes[1]))
         return total
-
-    def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep the memory of real tensors that ops write to, because ops on real tensors alone do run.
-
-        Raises UnsupportedModel where a write would be lost.
-        """
-        for tensor in written_by(func, args, kwargs):
-            if not isinstance(tensor, private.FakeTensor):
-                self._memory.keep(tensor, self._notes.around())
-            elif any(storage_key(view) == storage_key(tensor) for view in self._views):
-                raise UnsupportedModel(
-                    f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
-                    f"{self._notes.module}, at {caller_line()}; a planned step would not. "
-                    "Register the tensor as a buffer"
-                )
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = [t for t in written_by(func, args, kwargs) if isinstance(t, private.FakeTensor)]
