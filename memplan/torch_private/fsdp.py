@@ -25,17 +25,13 @@ from memplan.torch_private.fsdp_traffic import WholeGradients, scales_exactly, w
 def units_of(model: nn.Module) -> list[FsdpUnit]:
     """The units of a model, each once."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    found: dict[int, FsdpUnit] = {}
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return []
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            state = module._get_fsdp_state()
-            if id(state) not in found:
-                for group in state._fsdp_param_groups:
-                    group.lazy_init()  # of dtypes and padding; which unit is the root its first forward tells
-                found[id(state)] = FsdpUnit(state)
-    return list(found.values())
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    states = list({id(state): state for state in states}.values())
+    for group in (group for state in states for group in state._fsdp_param_groups):
+        group.lazy_init()  # of dtypes and padding; which unit is the root its first forward tells
+    return [FsdpUnit(state) for state in states]
 
 
 class FsdpUnit:

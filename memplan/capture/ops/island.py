@@ -32,8 +32,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island_call import IslandCall
-from memplan.capture.ops.island_facts import BackwardFacts, ForwardFacts
+from memplan.capture.ops.island_call import BackwardFacts, ForwardFacts, IslandCall
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
 from memplan.capture.ops.recorded_graph import RecordedGraph, Saver, bytes_for, graph_of, take_attributes, ticket_of

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import nodes_behind
-from memplan.capture.ops.island_facts import ForwardFacts
+from memplan.capture.ops.island_call import ForwardFacts
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, span
 from memplan.capture.ops.sizes import Numbers

@@ -27,7 +27,7 @@ from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import Island
-from memplan.capture.ops.island_facts import numbers_in, with_numbers
+from memplan.capture.ops.island_call import numbers_in, with_numbers
 from memplan.capture.ops.island_ops import BACKWARD, FORWARD
 from memplan.capture.ops.places import Layout, Place
 from memplan.capture.ops.ways import Calls, MakeIslands, Refusal

@@ -22,9 +22,8 @@ from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.raw_trace import Answer, AttributeRead, Guard
+from memplan.capture.trace.raw_trace import OTHER_READS, Answer, AttributeRead, Guard, TraceNotes
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
-from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 

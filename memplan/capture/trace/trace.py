@@ -18,9 +18,8 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes_kept import SetValue
-from memplan.capture.attributes.kept_memory import KeptMemory
+from memplan.capture.attributes.kept_memory import KeptMemory, results_forgotten
 from memplan.capture.attributes.named_state import backward_depends_on
-from memplan.capture.attributes.remembered import results_forgotten
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
@@ -35,10 +34,9 @@ from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace, TraceNotes
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
-from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
 
 
