@@ -20,8 +20,9 @@ from memplan.torch_private.dtensors import (
 from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
-    HOOK_TABLES, called, calls_instead, collects, collects_outputs, compiled_call, exchanges_saved_tensors,
-    foreign_hooks, global_hook_tables, is_hooked, without_saved_tensor_hooks,
+    HOOK_TABLES, SwitchedOff, called, calls_instead, collects, collects_outputs, compiled_call, everything_saved,
+    exchanges_saved_tensors, foreign_hooks, global_hook_tables, is_hooked, without_checkpoints,
+    without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (
     CompiledCall, MemoryLayout, compiled_graph, deterministic_options, functional_trace, inductor_cache_dir,
@@ -31,7 +32,6 @@ from memplan.torch_private.modes import (
     HigherOrderOperator, InPlaceOf, RealOps, TorchDispatchMode, autocast_knows, function_modes, run_in_mode,
     with_function_modes, without_autocast, without_function_modes, without_modes,
 )  # fmt: skip
-from memplan.torch_private.recomputation import SwitchedOff, everything_saved, without_checkpoints
 from memplan.torch_private.symbols import (
     FixedSize, Symbols, evaluator, fake_like, is_symbolic, key_of_size, meta_memory, meta_within, named_anew,
     number_here, text_of_node, varies,

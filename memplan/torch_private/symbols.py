@@ -96,12 +96,6 @@ class Symbols:
             return self.fake(tensor.shape, tensor.stride(), tensor.dtype, device)
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """A context for a trace over these fakes."""
-        with _sizes_left_open(), self.mode:
-            yield
-
     @property
     def fixed(self) -> list[int]:
         """The symbols, by their places, of which the trace depends on the value."""
@@ -255,7 +249,7 @@ _MOST_TURNS = 64  # of a loop over a size; one of more turns depends on the numb
 
 
 @contextmanager
-def _sizes_left_open() -> Iterator[None]:
+def sizes_left_open() -> Iterator[None]:
     """A context in which fake kernels, `range` and `len` leave sizes symbols, which are ints to `isinstance`.
 
     SymPy remembers what is a number: it asks that half a million times in the trace of a Llama of 32 layers, a third of

@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic
+from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic, sizes_left_open
 from memplan.torch_private.tensors import FakeTensor, _grouped_products_of_any_dtype
 
 aten = torch.ops.aten
@@ -85,12 +85,12 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | No
     _first_trace()
     # In other modes make_fx makes fakes of fakes, with symbols of its own.
     mode: Literal["fake", "real"] = "fake" if symbols is None else "real"
-    around = contextlib.nullcontext() if symbols is None else symbols.tracing()
     with (
         _grouped_products_of_any_dtype(),
         _use_lazy_graph_module(True),  # makes no Python code for the graph, which is read and never run
         exchanged(fake_tensor.log, disabled=True),  # a fake kernel that fails raises, and whoever traces has words
-        around,
+        contextlib.nullcontext() if symbols is None else sizes_left_open(),
+        contextlib.nullcontext() if symbols is None else symbols.mode,
     ):
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
 

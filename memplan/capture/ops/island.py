@@ -32,10 +32,18 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island_call import BackwardFacts, ForwardFacts, IslandCall
+from memplan.capture.ops.island_call import (
+    SCRATCH_MARGIN_BYTES,
+    BackwardFacts,
+    ForwardFacts,
+    IslandCall,
+    SizeRules,
+    with_numbers,
+)
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
 from memplan.capture.ops.recorded_graph import RecordedGraph, Saver, bytes_for, graph_of, take_attributes, ticket_of
+from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
@@ -63,6 +71,43 @@ class Island(IslandCall):
     def _other(self, message: str) -> UnsupportedModel:
         """The error for a run that gives other tensors than planned."""
         return Refusal(message, MakeNoIsland(self.called) if self.at_numbers is None else OtherResults())
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    def sized(self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[Island, Island]:
+        """This island for many sizes, and at those of a trace. Raises FixedSize.
+
+        static: arguments of the call in the trace. Symbols among them are open.
+        """
+        if self.varies:
+            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
+        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
+        forward_cost, backward_cost = (
+            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
+            for c in (self.forward_cost, self.backward_cost)
+        )
+        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
+        numbers = island.numbers(tensors, [static[place] for place in opened])
+        island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
+        return island, island._with(numbers)
+
+    def at(self, numbers: Numbers) -> Island:
+        """The island of a call with these numbers. The latest one is kept."""
+        if self._latest is None or self._latest.at_numbers != numbers:
+            self._latest = self._with(numbers)
+        return self._latest  # type: ignore[no-any-return]
+
+    def _with(self, numbers: tuple[Any, ...]) -> Island:
+        assert self.rules is not None
+        forward, backward = self.rules.at(numbers)
+        found, static = iter(numbers), list(self.static)
+        inputs = with_numbers(self.inputs, lambda _: next(found))
+        for place in self.integers:
+            static[place] = next(found)
+        return dataclasses.replace(
+            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
+            at_numbers=numbers,
+        )  # fmt: skip
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

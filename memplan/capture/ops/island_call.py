@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from memplan import torch_private as private
 from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.sizes import Evaluation, Expression, Numbers, Size, expressions_in
 from memplan.torch_private import pytree
-
-_Self = TypeVar("_Self", bound="IslandCall")
 
 _HIGHEST_POWER = 3
 _ROUNDED = 64  # the part of scratch that rounding may add
@@ -295,39 +293,3 @@ class IslandCall:
         given = dict(zip(self.open, sizes, strict=True))
         static = (given.get(place, self.static[place]) for place in self.integers)
         return (*numbers_in(tuple(map(Layout.of, tensors))), *static)
-
-    def sized(self: _Self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[_Self, _Self]:
-        """This island for many sizes, and at those of a trace. Raises FixedSize.
-
-        static: arguments of the call in the trace. Symbols among them are open.
-        """
-        if self.varies:
-            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
-        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
-        forward_cost, backward_cost = (
-            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
-            for c in (self.forward_cost, self.backward_cost)
-        )
-        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
-        numbers = island.numbers(tensors, [static[place] for place in opened])
-        island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
-        return island, island._with(numbers)
-
-    def at(self: _Self, numbers: Numbers) -> _Self:
-        """The island of a call with these numbers. The latest one is kept."""
-        if self._latest is None or self._latest.at_numbers != numbers:
-            self._latest = self._with(numbers)
-        latest: _Self = self._latest
-        return latest
-
-    def _with(self: _Self, numbers: tuple[Any, ...]) -> _Self:
-        assert self.rules is not None
-        forward, backward = self.rules.at(numbers)
-        found, static = iter(numbers), list(self.static)
-        inputs = with_numbers(self.inputs, lambda _: next(found))
-        for place in self.integers:
-            static[place] = next(found)
-        return dataclasses.replace(
-            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
-            at_numbers=numbers,
-        )  # fmt: skip

@@ -192,8 +192,7 @@ class OpWatch(private.TorchDispatchMode):
 
     def _selected(self, func: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
         """What masks select. Its shape depends on how many elements of the masks are true, and on no other data."""
-        x = args[0]
-        picks = args[1]
+        x, picks = args[:2]
         if func is aten.masked_select.default:
             picks = [self._run(aten.expand.default, picks, torch.broadcast_shapes(x.shape, picks.shape))]
         masks = [pick.dtype in (torch.bool, torch.uint8) if pick is not None else False for pick in picks]
