@@ -28,7 +28,6 @@ from memplan.capture.capturable import (
     refuse_subclasses,
     refuse_wrappers,
 )
-from memplan.capture.collector import without_collections
 from memplan.capture.key import StepKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
@@ -37,7 +36,7 @@ from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
-from memplan.capture.trace.escapes import MadeTensors
+from memplan.capture.trace.escapes import MadeTensors, without_collections
 from memplan.capture.trace.islands import refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step

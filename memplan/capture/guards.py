@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -222,12 +222,9 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The numbers in tensors of one element each, which are read from a device at once, for each dtype."""
     if len(tensors) <= _FEW and all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.item() for tensor in tensors]
-    alike: dict[object, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(tensors):
-        alike[tensor.dtype, tensor.device].append(position)
-    found: list[Any] = [None] * len(tensors)
-    for positions in alike.values():
-        numbers = torch.cat([tensors[position].reshape(1) for position in positions]).tolist()
-        for position, number in zip(positions, numbers, strict=True):
-            found[position] = number
-    return found
+    kinds, found = [(tensor.dtype, tensor.device) for tensor in tensors], dict[int, Any]()
+    for kind in set(kinds):
+        alike = [position for position, other in enumerate(kinds) if other == kind]
+        numbers = torch.cat([tensors[position].reshape(1) for position in alike]).tolist()
+        found.update(zip(alike, numbers, strict=True))
+    return [found[position] for position in range(len(tensors))]

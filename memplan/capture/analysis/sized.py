@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.analysis.freeze import tensor_in
+from memplan.capture.analysis.draft import tensor_in
 from memplan.capture.analysis.traced import Gradient, Kernel, Made, MetaTensor, OutputTensor, Traced
 from memplan.capture.ops.real_results import signature
 from memplan.capture.ops.sizes import (

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.capture.analysis.draft import Draft, DraftOp, DraftStorage, DraftValue
-from memplan.capture.analysis.freeze import drop_dead_ops, freeze
+from memplan.capture.analysis.draft import Draft, DraftOp, DraftStorage, DraftValue, drop_dead_ops, freeze
 from memplan.capture.analysis.gradients import add_in_place, order_gradients, take_gradients
 from memplan.capture.analysis.sized import with_sizes
 from memplan.capture.analysis.traced import Made, MetaTensor, OutputTensor, Resident, Traced

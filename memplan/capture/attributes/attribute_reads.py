@@ -35,8 +35,7 @@ _OF_MODULES = frozenset(  # these look for parameters, buffers and submodules th
 )
 
 _lock = threading.RLock()
-_listening: dict[type, Any] = {}  # classes, and the `__setattr__` of their own
-_listeners: dict[type, int] = {}  # how many want to know what is asked of objects of a class
+_listening: dict[type, tuple[Any, int]] = {}  # classes: a `__setattr__` of their own, how many want to know of objects
 _heard: dict[int, list[_Names]] = {}  # by object, for each of those
 
 
@@ -186,26 +185,24 @@ def _noting_sets(original: Any) -> Any:
 
 
 def _begin(kind: type) -> bool:
-    if kind not in _listening:
-        own = vars(kind).get("__setattr__")
+    own, count = _listening.get(kind, (vars(kind).get("__setattr__"), 0))
+    if not count:
         try:
             type.__setattr__(kind, "__setattr__", _noting_sets(kind.__setattr__))
             type.__setattr__(kind, "__getattribute__", _getattribute)
         except TypeError:  # a class of C++
             return False
-        _listening[kind] = own
-        _listeners[kind] = 0
-    _listeners[kind] += 1
+    _listening[kind] = own, count + 1
     return True
 
 
 def _end(kind: type) -> None:
-    _listeners[kind] -= 1
-    if not _listeners[kind]:
-        del _listeners[kind]
-        type.__delattr__(kind, "__getattribute__")
-        own = _listening.pop(kind)
-        if own is None:
-            type.__delattr__(kind, "__setattr__")
-        else:
-            type.__setattr__(kind, "__setattr__", own)
+    own, count = _listening.pop(kind)
+    if count > 1:
+        _listening[kind] = own, count - 1
+        return
+    type.__delattr__(kind, "__getattribute__")
+    if own is None:
+        type.__delattr__(kind, "__setattr__")
+    else:
+        type.__setattr__(kind, "__setattr__", own)
