@@ -8,7 +8,7 @@ after capture works on, and as `Sizes`, which know the expression behind each nu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,10 +113,15 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
             ]
             several = node.meta["val"]
             copied.meta["val"] = type(several)(found) if isinstance(several, (list, tuple)) else found[0]
-    kernels = [_kernel(kernel, new) for kernel in traced.kernels]
-    for index, call in sizes.kernels.items():
-        args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
-        kernels[index] = dataclasses.replace(kernels[index], args=args, kwargs=kwargs, repeat_args=args)
+    kernels = list[Kernel]()
+    for index, old in enumerate(traced.kernels):
+        args, kwargs, repeat_args = fx.map_arg((old.args, old.kwargs, old.repeat_args), new.__getitem__)
+        if (call := sizes.kernels.get(index)) is not None:
+            args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
+            repeat_args = args
+        reads = {new[n]: v for n, v in old.reads.items()}
+        made = tuple(Made(new[m.node], m.index, m.value) for m in old.made)
+        kernels.append(Kernel(new[old.node], old.target, args, kwargs, reads, made, repeat_args))
     value_bytes = sizes.bytes_of(sizes.values, numbers)
     roots = {v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()}
     return dataclasses.replace(
@@ -158,11 +163,3 @@ def _layout(
     if size.memory not in memories:
         memories[size.memory] = private.meta_memory(value(size.memory_bytes))
     return memories[size.memory], value(size.offset), list(map(value, size.shape)), list(map(value, size.stride))
-
-
-def _kernel(kernel: Kernel, new: Mapping[fx.Node, fx.Node]) -> Kernel:
-    """The kernel of a copied graph."""
-    args, kwargs, repeat_args = fx.map_arg((kernel.args, kernel.kwargs, kernel.repeat_args), new.__getitem__)
-    reads = {new[n]: v for n, v in kernel.reads.items()}
-    made = tuple(Made(new[m.node], m.index, m.value) for m in kernel.made)
-    return Kernel(new[kernel.node], kernel.target, args, kwargs, reads, made, repeat_args)

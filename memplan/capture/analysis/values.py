@@ -69,6 +69,8 @@ class _StepBuilder:
             elif node in tangents:
                 index, name = tangents[node], f"tangent of {self._output_name(tangents[node])}"
                 self.draft.tangent_values[index] = self.draft.new_storage(node, node.meta["val"], "tangent", name)
+            elif node.target is operator.getitem:
+                self._add_getitem(node)
             elif node.op == "call_function":
                 self._add_node(node, phase)
             if node is self.raw.boundary:
@@ -146,9 +148,6 @@ class _StepBuilder:
         return Refusal(message, MakeIslands([calls_around(self.raw.layers.get(node.name, ""))]))
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
-        if node.target is operator.getitem:
-            self._add_getitem(node)
-            return
         tensors = tensors_of(node.meta.get("val"))
         if any(t.layout is not torch.strided for t in tensors):
             raise self._refusal(

@@ -202,7 +202,7 @@ class TraceNotes(Noted):
 
     - names: paths of modules.
     - sources: placeholder name -> the real tensor that a scalar read may look at.
-    - stack, spans: modules that run, and where in the graph each was entered or left.
+    - running, spans: modules whose calls are not over, and where in the graph each was entered or left.
     - seen: booleans that forward read from tensors in a run.
     - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
     - in_place: see `TraceRequest`.
@@ -210,7 +210,6 @@ class TraceNotes(Noted):
     - renamed: names of nodes by the ones that they had while they were traced, where these are others.
     - fixed_at: by symbol, where PyTorch came to depend on its value.
     - checkpoints: those whose functions are running: the count of nodes at their begin, and whether they draw again.
-    - running: modules whose calls are not over.
     - python_state: of Python's generators when a module last began or ended. drew: the calls in which they moved.
 
     `RawTrace` has a copy of what is in `Noted`.
@@ -218,7 +217,6 @@ class TraceNotes(Noted):
 
     names: dict[nn.Module, str]
     sources: dict[str, torch.Tensor] = field(default_factory=dict)
-    stack: list[str] = field(default_factory=list)
     spans: list[tuple[int, str]] = field(default_factory=list)
     boundary: fx.Node | None = None
     template: OutputTemplate | None = None
@@ -268,7 +266,7 @@ class TraceNotes(Noted):
         self.requires_grad = tuple(t.requires_grad for t in template.tensors)
         self.boundary = next(n for n in reversed(nodes) if not private.is_symbolic(n.meta.get("val")))
         self.node_names = tuple(n.name for n in nodes)
-        self.stack.clear()
+        self.running.clear()
 
     @contextlib.contextmanager
     def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
@@ -295,7 +293,7 @@ class TraceNotes(Noted):
 
     @property
     def where(self) -> str:
-        return self.stack[-1] if self.stack else ""
+        return next((self.names[module] for module in reversed(self.running) if module in self.names), "")
 
     @property
     def module(self) -> str:
@@ -327,15 +325,13 @@ class TraceNotes(Noted):
             self._look_for_draws()
             self.running.append(module)
             if module in self.names:
-                self.stack.append(self.names[module])
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._look_for_draws()
             while self.running and self.running.pop() is not module:
                 pass
-            if module in self.names and self.stack:
-                self.stack.pop()
+            if module in self.names:
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
         module, self.python_state = nn.modules.module, python_generators()

@@ -131,12 +131,23 @@ class _StepTrace:
 
     def made(self) -> RawTrace:
         """The trace."""
-        request = self._request
+        request, device = self._request, self._request.device
+        # Parameters, buffers and inputs as the trace has them, on the device of the plan.
+        state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
+        for index, name in enumerate(self._parameters):
+            if name in request.shapes:
+                state[index] = torch.empty(request.shapes[name], dtype=state[index].dtype, device="meta")
         symbolic = None
         if request.varying:
-            moved_to = request.device if request.moves_inputs else None
+            moved_to = device if request.moves_inputs else None
             symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
-        stand_ins = self._stand_ins(symbolic)
+            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
+        else:
+            inputs = [t.detach() for t in self._inputs]
+            if request.moves_inputs:
+                inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
+            if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
+                state, inputs = private.fakes_on(device, state, inputs)
 
         def watched(*args: Any) -> Any:
             with watch:
@@ -144,10 +155,10 @@ class _StepTrace:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(private.TRACING)
-            stack.enter_context(torch.autocast(request.device.type, enabled=False))
+            stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(private.not_tracing_for_transformers())
-            stack.enter_context(generator_kept(request.device, lambda: self._notes.drew))
+            stack.enter_context(generator_kept(device, lambda: self._notes.drew))
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(self._notes.noting_checkpoints())
             stack.enter_context(as_without_modes())
@@ -159,7 +170,8 @@ class _StepTrace:
             watch = OpWatch(self._notes, request.memo, request.memory, request.made, request.counted, symbolic)
             try:
                 symbols = None if symbolic is None else symbolic.symbols
-                graph_module = private.trace_with_fakes(watched, *stand_ins, symbols=symbols)
+                count = len(self._parameters)
+                graph_module = private.trace_with_fakes(watched, state[:count], state[count:], inputs, symbols=symbols)
                 if symbols is not None:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
             except MemoryError:
@@ -168,24 +180,6 @@ class _StepTrace:
                 is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
                 raise self._in_words(error) from error.__cause__ if is_refusal else error
         return self._raw(graph_module, symbolic)
-
-    def _stand_ins(
-        self, symbolic: SymbolicInputs | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Parameters, buffers and inputs as the trace has them, on the device of the plan."""
-        device, inputs = self._request.device, [t.detach() for t in self._inputs]
-        if self._request.moves_inputs:
-            inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
-        state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
-        for index, name in enumerate(self._parameters):
-            if name in self._request.shapes:
-                state[index] = torch.empty(self._request.shapes[name], dtype=state[index].dtype, device="meta")
-        if symbolic is not None:
-            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
-        elif any(t.device.type != device.type for t in state):  # on the host, or on the meta device
-            state, inputs = private.fakes_on(device, state, inputs)
-        count = len(self._parameters)
-        return state[:count], state[count:], inputs
 
     def _in_words(self, error: Exception) -> Exception:
         """The refusal of a step for an error from its trace."""
