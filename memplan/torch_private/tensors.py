@@ -108,8 +108,7 @@ def fakes_on(
     return moved, [mode.from_tensor(t, static_shapes=True) for t in inputs]
 
 
-@contextlib.contextmanager
-def _grouped_products_of_any_dtype() -> Iterator[None]:
+def _grouped_products_of_any_dtype() -> contextlib.AbstractContextManager[None]:
     """Let the fake kernel of grouped matrix products (experts) take what the real one takes.
 
     PyTorch's fake kernel refuses all dtypes but bfloat16, and pads rows to 16 bytes only in builds with CUDA. The real
@@ -129,8 +128,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
         groups = mat_a.shape[0] if mat_a.dim() == 3 or offsets is None else offsets.shape[0]
         return mat_a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
-    with exchanged(_meta_registrations, **({} if original is None else {"_meta_grouped_mm_common": fake})):
-        yield
+    return exchanged(_meta_registrations, **({} if original is None else {"_meta_grouped_mm_common": fake}))
 
 
 _OPS = torch.library.Library("memplan", "DEF")

@@ -95,8 +95,7 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | No
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
 
 
-@contextlib.contextmanager
-def not_tracing_for_transformers() -> Iterator[None]:
+def not_tracing_for_transformers() -> contextlib.AbstractContextManager[None]:
     """A context in which transformers runs as it does outside of a trace.
 
     It asks `is_tracing(tensor)`, which is true for fake tensors. It then builds other masks and repeats key/value
@@ -106,8 +105,7 @@ def not_tracing_for_transformers() -> Iterator[None]:
     original: Any = getattr(module, "is_fake_tensor", None)
     owner = threading.get_ident()
     of_others = {"is_fake_tensor": lambda tensor: threading.get_ident() != owner and original(tensor)}
-    with exchanged(module, **({} if original is None else of_others)):
-        yield
+    return exchanged(module, **({} if original is None else of_others))
 
 
 def someone_traces() -> bool:
@@ -322,8 +320,7 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def numbers_read_by_tensor() -> Iterator[None]:
+def numbers_read_by_tensor() -> contextlib.AbstractContextManager[None]:
     """A context in which `torch.tensor` of a list of fake tensors reads their numbers, as it does of other tensors."""
     original, trace = torch.tensor, get_proxy_mode()
 
@@ -338,12 +335,10 @@ def numbers_read_by_tensor() -> Iterator[None]:
         read = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return original(pytree.tree_unflatten(read, spec), *args, **kwargs)  # type: ignore[arg-type]
 
-    with exchanged(torch, tensor=tensor):
-        yield
+    return exchanged(torch, tensor=tensor)
 
 
-@contextlib.contextmanager
-def higher_order_ops_refused(refuse: Callable[[str], None]) -> Iterator[None]:
+def higher_order_ops_refused(refuse: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """A context that calls `refuse` with the name of a higher-order op that traced code calls (`torch.cond`).
 
     PyTorch hands such ops to `torch.compile` before any mode sees them. Under the modes of a trace Dynamo would skip
@@ -361,8 +356,7 @@ def higher_order_ops_refused(refuse: Callable[[str], None]) -> Iterator[None]:
             refuse(name)
         return original(*args, **kwargs)
 
-    with exchanged(torch, compile=call):
-        yield
+    return exchanged(torch, compile=call)
 
 
 _TORCH = str(Path(torch.__file__).parent)

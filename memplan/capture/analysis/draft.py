@@ -118,8 +118,6 @@ class Draft:
 
 # -- frozen ----------------------------------------------------------------------------------------------------------
 
-Renumbering = dict[int, int]  # index of a value in the draft -> its index in the graph
-
 
 def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
     """Leave out ops whose results nothing reads.
@@ -230,7 +228,8 @@ def tensor_in(roots: Sequence[fx.Node]) -> str:
     return tensor_text(roots[0].meta["val"]) if roots else ""
 
 
-def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:
+def _op(draft: Draft, op: DraftOp, number: dict[int, int]) -> Op:
+    """The op. number: index of a value in the draft -> its index in the graph."""
     taken = [r for v in op.outputs if (r := draft.values[v].reuses) is not None]
     first_only = {effect.old for effect in op.effects}
     key = signature(op.target, op.args, op.kwargs, op.node.meta.get("val"))
