@@ -173,7 +173,6 @@ def tracer_graph() -> torch.fx.Graph:
 
 
 def _tracer() -> Any:
-    """The tracer of the trace in progress."""
     mode = get_proxy_mode()
     assert mode is not None, "no trace in progress"
     return mode.tracer

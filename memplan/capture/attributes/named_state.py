@@ -362,6 +362,5 @@ def _is_own(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(module: str) -> bool:
-    """Whether a module is of an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return file.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(Path(file).parts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -60,19 +59,14 @@ class OpWatch(private.TorchDispatchMode):
         self._views: list[torch.Tensor] = []  # of real tensors
         self._symbolic = symbolic
         self._random = CountedRandom(self._run) if counted else None
-        self._around = contextlib.ExitStack()
 
     def __enter__(self) -> OpWatch:
         self._recording, self._depth = private.Recording(), stack_depth()
         self._dataflow, self._known = Dataflow(private.tracer_graph()), dict[fx.Node, Any]()
-        self._around.enter_context(private.higher_order_ops_refused(self._refuse_higher_order))
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._around.close()
-
-    def _refuse_higher_order(self, name: str) -> None:
+    def refuse_higher_order(self, name: str) -> None:
+        """Raise a Refusal for a call of a higher-order op."""
         raise Refusal(
             f"{name} is a higher-order op, which can't be part of a plan: module {self._notes.module}, at "
             f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own",
@@ -85,7 +79,7 @@ class OpWatch(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, private.HigherOrderOperator):
-            self._refuse_higher_order(str(func))
+            self.refuse_higher_order(str(func))
         if private.is_of_dtensors(types):
             return NotImplemented
         if private.is_wait(func):  # the op that begins a collective is over when it returns, in a plan
@@ -271,6 +265,5 @@ class OpWatch(private.TorchDispatchMode):
 
 
 def _draws(closure: Sequence[fx.Node]) -> bool:
-    """Whether nodes depend on random numbers."""
     calls = (n for n in closure if n.op == "call_function")
     return any(op_facts.draws_random_numbers(n.target, n.args, n.kwargs) for n in calls)

@@ -130,7 +130,6 @@ class _StepTrace:
             self._notes.seen = (answer for answer in request.seen if isinstance(answer.value, bool))
 
     def made(self) -> RawTrace:
-        """The trace."""
         request, device = self._request, self._request.device
         # Parameters, buffers and inputs as the trace has them, on the device of the plan.
         state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
@@ -150,7 +149,7 @@ class _StepTrace:
                 state, inputs = private.fakes_on(device, state, inputs)
 
         def watched(*args: Any) -> Any:
-            with watch:
+            with private.higher_order_ops_refused(watch.refuse_higher_order), watch:
                 return self._step(*args)
 
         with contextlib.ExitStack() as stack:
