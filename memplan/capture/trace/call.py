@@ -286,11 +286,8 @@ def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], lis
     if isinstance(thing, GeneratorType) or private.is_symbolic(thing):
         return [], [thing]
     children, are_copied = _children(thing)
-    tensors, closed = list[torch.Tensor](), list[Any]()
-    for child in children:
-        inside = _tensors_inside(child, seen)
-        tensors += inside[0]
-        closed += inside[1]
+    inside = [_tensors_inside(child, seen) for child in children]
+    tensors, closed = [t for found, _ in inside for t in found], [c for _, found in inside for c in found]
     return (tensors, closed) if are_copied else ([], [thing] if tensors or closed else [])
 
 

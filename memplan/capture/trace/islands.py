@@ -100,12 +100,8 @@ class Arguments:
     def of(args: Any, kwargs: Any, state: Mapping[str, torch.Tensor] = {}, nested: bool = True) -> Arguments:
         """The arguments of a call. nested: look for tensors in containers, as autograd does not for a function."""
         leaves, spec = pytree.tree_flatten((args, kwargs)) if nested else (args, None)
-        places: dict[int, int] = {}
-        tensors = list[torch.Tensor]()
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
-                places[id(leaf)] = len(tensors)
-                tensors.append(leaf)
+        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
         static = (spec, *(TensorAt(places[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves))
         return Arguments(static, (*tensors, *state.values()), len(tensors))
 
