@@ -57,10 +57,11 @@ class InPlaceOf:
         """A context in which the functions run in place of the ops."""
         with self._registering:
             if not self._libraries:
-                self._libraries = [torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")]
-                self._libraries[0].fallback(torch.library.fallthrough_kernel, self._key_name)
+                every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+                every.fallback(torch.library.fallthrough_kernel, self._key_name)
                 for op, function in self._functions.items():
-                    self._libraries[1].impl(op, function if self._inner else self._once(function), self._key_name)
+                    aten.impl(op, function if self._inner else self._once(function), self._key_name)
+                self._libraries = [every, aten]
         for operator_on_functions in tuple(torch._ops._higher_order_ops.values()):
             operator_on_functions.fallthrough(self._key)
         with torch._C._IncludeDispatchKeyGuard(self._key):
