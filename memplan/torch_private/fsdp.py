@@ -160,7 +160,7 @@ class FsdpUnit:
                         table[key] = _UnitHook(self, hook, own)
                         if module is model:
                             self._of_model.append(table[key])
-                            table[key] = _UnitHook(self, _nothing, _nothing)
+                            table[key] = _UnitHook(self, lambda *_: None, lambda *_: None)
 
     def give_back(self) -> None:
         """Put the unit's own hooks back, each to its place among the others."""
@@ -255,10 +255,6 @@ def _has_others(values: Any, dtype: torch.dtype | None) -> bool:
     found: list[torch.Tensor] = []
     _apply_to_tensors(lambda t: found.append(t) or t, values)  # type: ignore[func-returns-value]
     return any(t.is_floating_point() and t.dtype != dtype for t in found)
-
-
-def _nothing(*arguments: Any) -> None:
-    """What a hook on a planned model does, whose forward does what the hook did."""
 
 
 class _UnitHook:

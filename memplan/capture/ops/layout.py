@@ -134,14 +134,12 @@ def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[tuple[i
         first = tensors[0].stride()
         if all(t.stride() == first and is_dense(t) for t in tensors):
             return size, first
-    return size, dense_stride(size, _sorted(size, [_broadcast(size, t) for t in tensors]))
-
-
-def _broadcast(size: tuple[int, ...], tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides for all dimensions of the result; 0 where the operand is repeated."""
-    new = len(size) - tensor.dim()
-    own = zip(tensor.shape, tensor.stride(), size[new:], strict=True)
-    return (0,) * new + tuple(0 if n == 1 and whole != 1 else s for n, s, whole in own)
+    strides = list[tuple[int, ...]]()
+    for tensor in tensors:  # for all dimensions of the result; 0 where the operand is repeated
+        new = len(size) - tensor.dim()
+        own = zip(tensor.shape, tensor.stride(), size[new:], strict=True)
+        strides.append((0,) * new + tuple(0 if n == 1 and whole != 1 else s for n, s, whole in own))
+    return size, dense_stride(size, _sorted(size, strides))
 
 
 def _sorted(size: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> list[int]:
