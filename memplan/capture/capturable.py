@@ -156,13 +156,12 @@ def refuse_hooks(
         raise UnsupportedModel(
             "torch.nn.modules.module has hooks for every module, which a planned step would not run. Remove them"
         )
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = {
         name: kind[1:].replace("_", " ")
         for name, module in model.named_modules()
         if not islands.has(name)
         and (module is not model or with_loss)  # the model's own run around the planned forward
-        for kind in kinds
+        for kind in private.HOOK_TABLES
         if unplanned_hooks(getattr(module, kind), shards)
     }
     if hooked:

@@ -28,7 +28,6 @@ from memplan.capture.capturable import (
     refuse_subclasses,
     refuse_wrappers,
 )
-from memplan.capture.collector import without_collections
 from memplan.capture.key import StepKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
@@ -37,10 +36,9 @@ from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
-from memplan.capture.trace.escapes import MadeTensors
+from memplan.capture.trace.escapes import MadeTensors, without_collections
 from memplan.capture.trace.islands import refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
-from memplan.capture.trace.sums import sums_in_place
 from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
 
@@ -163,18 +161,18 @@ def _capture(
         request = TraceRequest(
             model, call.requiring_grad(options.requiring), run, autocast, planned_device,
             shapes=shapes, moves_inputs=device is not None, memory=memory,
-            left=functools.partial(attributes.look, reads), made=made,
+            reads=reads, left=functools.partial(attributes.look, reads), made=made,
             **{one.name: getattr(options, one.name) for one in dataclasses.fields(TraceOptions)},
         )  # fmt: skip
-        raw, settled, counters = _settled_trace(request, reads, attributes, memory)
+        raw, settled, counters = _settled_trace(request, attributes)
         _refuse_effects_in_checkpoints(raw, bool(settled or counters or attributes.set_anew))
-        raw, other = _with_sums(raw, request, reads, memory), None
+        raw, other = _with_sums(raw, request), None
         outside = options.tangents is None and any(
             raw.outputs[i].meta["val"].dim() for i in raw.tangents
         )  # of the loss
         if outside and not options.varying:
             of_sum = dataclasses.replace(request, expanded=True)
-            other = _with_sums(_trace_noting_reads(reads, of_sum), of_sum, reads, memory)
+            other = _with_sums(trace_step(of_sum), of_sum)
         attributes.pass_over(reads, counters)
         reads.pass_over_names(raw.handed)
         device_type = None if device is None else planned_device.type
@@ -195,14 +193,14 @@ def _capture(
 
 
 def _settled_trace(
-    request: TraceRequest, reads: AttributeReads, attributes: AttributesKept, memory: KeptMemory
+    request: TraceRequest, attributes: AttributesKept
 ) -> tuple[RawTrace, tuple[SetValue, ...], tuple[SetValue, ...]]:
     """The trace of a step, the attributes that its first run sets for good, and counters.
 
     If forward leaves anything in Python, the trace is that of a later run, which finds it there. Raises a Refusal
     if each run would be another.
     """
-    raw = _trace_noting_reads(reads, request)
+    raw = trace_step(request)
     settled = attributes.changes()
     if settled and attributes.set_anew:
         raise Refusal(
@@ -218,15 +216,15 @@ def _settled_trace(
             "to tensors before; a planned step would not. Keep such state in a buffer",
             StateChanges(attributes.set_anew[0].owner, at_first=True),
         )
-        memory.undo()
+        request.memory.undo()
         attributes.spoil(thing)
-        again = _trace_once_more(reads, request)
+        again = _trace_once_more(request)
         if again is None or _seen_of(again) != seen_before or attributes.changes() != settled:
             raise refusal
         raw = again
     if settled:
-        memory.undo()
-        first, raw = raw, _trace_noting_reads(reads, request)
+        request.memory.undo()
+        first, raw = raw, trace_step(request)
         if _lasting_ops(first) != _lasting_ops(raw):
             raise Refusal(
                 f"the first run of forward sets {'.'.join(settled[0][:2])}, and writes to tensors or draws as no "
@@ -237,9 +235,9 @@ def _settled_trace(
         if now == settled:
             return raw, settled, ()
         counters, seen_before = attributes.counters(settled, now), _seen_of(raw)
-        memory.undo()
+        request.memory.undo()
         with attributes.counting(counters) as is_right, contextlib.suppress(TypeError):
-            again = _trace_once_more(reads, request) if counters else None
+            again = _trace_once_more(request) if counters else None
             if again is not None and _seen_of(again) == seen_before and is_right():
                 return raw, tuple(s for s, n in zip(settled, now, strict=True) if s == n), counters
         raise Refusal(
@@ -294,26 +292,46 @@ def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> No
         )
 
 
-def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memory: KeptMemory) -> RawTrace:
-    """The trace, or a new one in which sums that eager makes in place have the strides of their first operands."""
+def _with_sums(raw: RawTrace, request: TraceRequest) -> RawTrace:
+    """The trace, or a new one in which sums that eager makes in place have the strides of their first operands.
+
+    Where several gradients come for one tensor, autograd's engine adds them into the memory of the first, if nothing
+    else holds that. Under a dispatch mode, as in a trace, it adds out of place. That may give other strides to
+    dimensions of one element, and later kernels use those to see whether channels come last.
+    """
     known: frozenset[int] = frozenset()
-    while not (found := sums_in_place(raw)) <= known:
+    while not (found := _sums_in_place(raw)) <= known:
         known |= found
-        memory.undo()
-        raw = _trace_noting_reads(reads, dataclasses.replace(request, in_place=known))
+        request.memory.undo()
+        raw = trace_step(dataclasses.replace(request, in_place=known))
     return raw
 
 
-def _trace_noting_reads(reads: AttributeReads, request: TraceRequest) -> RawTrace:
-    """A trace. The attributes that it reads are noted."""
-    with reads.listening():
-        return trace_step(request)
+def _sums_in_place(raw: RawTrace) -> frozenset[int]:
+    """Numbers of the odd sums whose first operand nothing else holds."""
+    if not raw.odd_sums:
+        return frozenset()
+    nodes = list(raw.module.graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    looks: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            looks.setdefault(storage_key(node.meta["val"]), []).append(node)
+
+    def is_alone(total: fx.Node, first: fx.Node) -> bool:
+        seen_as = looks[storage_key(first.meta["val"])]
+        made_here = first.op == "call_function" and seen_as[0] is first
+        return made_here and all(
+            user is total or position[user] < position[total] for look in seen_as for user in look.users
+        )
+
+    return frozenset(number for number, total, first in raw.odd_sums if is_alone(total, first))
 
 
-def _trace_once_more(reads: AttributeReads, request: TraceRequest) -> RawTrace | None:
+def _trace_once_more(request: TraceRequest) -> RawTrace | None:
     """The trace of a later run of forward; None if it is refused."""
     try:
-        return _trace_noting_reads(reads, request)
+        return trace_step(request)
     except UnsupportedModel:
         return None
 

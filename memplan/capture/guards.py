@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
-from memplan.capture.analysis.traced import Guard, Resident, Traced
+from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
 from memplan.capture.ops.sizes import (
     FROM_DATA,
@@ -29,7 +29,7 @@ from memplan.capture.ops.sizes import (
     symbols_in,
 )
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import line_of_place
+from memplan.capture.trace.raw_trace import Guard, line_of_place
 from memplan.errors import UnsupportedModel
 
 _FEW = 8  # numbers that are read one by one on a CPU, which takes less time than to gather them
@@ -222,12 +222,9 @@ def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The numbers in tensors of one element each, which are read from a device at once, for each dtype."""
     if len(tensors) <= _FEW and all(tensor.device.type == "cpu" for tensor in tensors):
         return [tensor.item() for tensor in tensors]
-    alike: dict[object, list[int]] = defaultdict(list)
-    for position, tensor in enumerate(tensors):
-        alike[tensor.dtype, tensor.device].append(position)
-    found: list[Any] = [None] * len(tensors)
-    for positions in alike.values():
-        numbers = torch.cat([tensors[position].reshape(1) for position in positions]).tolist()
-        for position, number in zip(positions, numbers, strict=True):
-            found[position] = number
-    return found
+    kinds, found = [(tensor.dtype, tensor.device) for tensor in tensors], dict[int, Any]()
+    for kind in set(kinds):
+        alike = [position for position, other in enumerate(kinds) if other == kind]
+        numbers = torch.cat([tensors[position].reshape(1) for position in alike]).tolist()
+        found.update(zip(alike, numbers, strict=True))
+    return [found[position] for position in range(len(tensors))]

@@ -323,8 +323,8 @@ def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, A
 
 def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
     """Hook tables of every submodule; the model's own hooks run around the planned forward and need no check."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    tables = [(n, getattr(m, kind)) for n, m in model.named_modules() if m is not model for kind in kinds]
+    inner = [(name, module) for name, module in model.named_modules() if module is not model]
+    tables = [(name, getattr(module, kind)) for name, module in inner for kind in private.HOOK_TABLES]
     return [*tables, *(("(every module)", table) for table in private.global_hook_tables())]
 
 

@@ -12,12 +12,12 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
-from memplan.capture.collector import without_collections
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
+from memplan.capture.trace.escapes import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise

@@ -3,142 +3,47 @@
 When a new release moves something, this is the folder to mend. Other folders write `private.NAME`.
 """
 
-from memplan.torch_private.autograd import also_arrives_otherwise as also_arrives_otherwise
-from memplan.torch_private.autograd import backward_in_progress as backward_in_progress
-from memplan.torch_private.autograd import backward_keeps_graph as backward_keeps_graph
-from memplan.torch_private.autograd import engine_reaches as engine_reaches
-from memplan.torch_private.autograd import function_that_failed as function_that_failed
-from memplan.torch_private.autograd import functions_applied_by as functions_applied_by
-from memplan.torch_private.autograd import run_backward as run_backward
-from memplan.torch_private.autograd import versions_kept as versions_kept
-from memplan.torch_private.autograd import without_accumulators as without_accumulators
-from memplan.torch_private.devices import BlockRecord as BlockRecord
-from memplan.torch_private.devices import MemoryPool as MemoryPool
-from memplan.torch_private.devices import MemoryRecord as MemoryRecord
-from memplan.torch_private.devices import attention_order as attention_order
-from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
-from memplan.torch_private.devices import can_expand_segments as can_expand_segments
-from memplan.torch_private.devices import expand_segments as expand_segments
-from memplan.torch_private.devices import float32_precisions as float32_precisions
-from memplan.torch_private.devices import is_captured as is_captured
-from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
-from memplan.torch_private.devices import keep_busy as keep_busy
-from memplan.torch_private.devices import kept_by_blas as kept_by_blas
-from memplan.torch_private.devices import pytorch_allocates as pytorch_allocates
-from memplan.torch_private.devices import requested_bytes as requested_bytes
-from memplan.torch_private.devices import segments_expand as segments_expand
-from memplan.torch_private.devices import unallocated_bytes as unallocated_bytes
-from memplan.torch_private.devices import user_records_blocks as user_records_blocks
-from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies
-from memplan.torch_private.distributed import is_timeout as is_timeout
-from memplan.torch_private.distributed import timeout_of as timeout_of
-from memplan.torch_private.distributed import waits_end_within as waits_end_within
-from memplan.torch_private.dtensors import as_returned as as_returned
-from memplan.torch_private.dtensors import completed as completed
-from memplan.torch_private.dtensors import is_hook_of_dtensors as is_hook_of_dtensors
-from memplan.torch_private.dtensors import is_of_dtensors as is_of_dtensors
-from memplan.torch_private.dtensors import is_sharded as is_sharded
-from memplan.torch_private.dtensors import is_wait as is_wait
-from memplan.torch_private.dtensors import parallel_contexts as parallel_contexts
-from memplan.torch_private.dtensors import part_here as part_here
-from memplan.torch_private.dtensors import ranks_of as ranks_of
-from memplan.torch_private.dtensors import spec_of as spec_of
-from memplan.torch_private.dtensors import wait_for as wait_for
-from memplan.torch_private.dtensors import with_spec as with_spec
-from memplan.torch_private.exchanged import exchanged as exchanged
-from memplan.torch_private.fakes import FakeTensor as FakeTensor
-from memplan.torch_private.fakes import FakeTensorMode as FakeTensorMode
-from memplan.torch_private.fakes import attributes_set_on as attributes_set_on
-from memplan.torch_private.fakes import batch_norm_reserve_elements as batch_norm_reserve_elements
-from memplan.torch_private.fakes import ctc_loss as ctc_loss
-from memplan.torch_private.fakes import depends_on_data as depends_on_data
-from memplan.torch_private.fakes import fakes_on as fakes_on
-from memplan.torch_private.fakes import has_shape_of_data as has_shape_of_data
-from memplan.torch_private.fakes import has_symbolic_shape as has_symbolic_shape
-from memplan.torch_private.fakes import stepped_as_real as stepped_as_real
-from memplan.torch_private.fakes import sum_of_weights as sum_of_weights
-from memplan.torch_private.fsdp import FsdpUnit as FsdpUnit
-from memplan.torch_private.fsdp import is_hook_of_unit as is_hook_of_unit
-from memplan.torch_private.fsdp import tracing_units as tracing_units
-from memplan.torch_private.fsdp import units_of as units_of
-from memplan.torch_private.hooks import called as called
-from memplan.torch_private.hooks import calls_instead as calls_instead
-from memplan.torch_private.hooks import collects as collects
-from memplan.torch_private.hooks import compiled_call as compiled_call
-from memplan.torch_private.hooks import exchanges_saved_tensors as exchanges_saved_tensors
-from memplan.torch_private.hooks import foreign_hooks as foreign_hooks
-from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
-from memplan.torch_private.hooks import is_hooked as is_hooked
-from memplan.torch_private.hooks import on_traced as on_traced
-from memplan.torch_private.hooks import without_saved_tensor_hooks as without_saved_tensor_hooks
-from memplan.torch_private.inductor import CompiledCall as CompiledCall
-from memplan.torch_private.inductor import MemoryLayout as MemoryLayout
-from memplan.torch_private.inductor import compiled_graph as compiled_graph
-from memplan.torch_private.inductor import deterministic_options as deterministic_options
-from memplan.torch_private.inductor import functional_trace as functional_trace
-from memplan.torch_private.inductor import inductor_cache_dir as inductor_cache_dir
-from memplan.torch_private.inductor import keeps_to_seed as keeps_to_seed
-from memplan.torch_private.inductor import missing_compiler as missing_compiler
-from memplan.torch_private.inductor import seed_ops as seed_ops
-from memplan.torch_private.modes import HigherOrderOperator as HigherOrderOperator
-from memplan.torch_private.modes import InPlaceOf as InPlaceOf
-from memplan.torch_private.modes import RealOps as RealOps
-from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
-from memplan.torch_private.modes import autocast_knows as autocast_knows
-from memplan.torch_private.modes import function_modes as function_modes
-from memplan.torch_private.modes import run_in_mode as run_in_mode
-from memplan.torch_private.modes import with_function_modes as with_function_modes
-from memplan.torch_private.modes import without_autocast as without_autocast
-from memplan.torch_private.modes import without_function_modes as without_function_modes
-from memplan.torch_private.modes import without_modes as without_modes
-from memplan.torch_private.recomputation import SwitchedOff as SwitchedOff
-from memplan.torch_private.recomputation import everything_saved as everything_saved
-from memplan.torch_private.recomputation import without_checkpoints as without_checkpoints
-from memplan.torch_private.symbols import FixedSize as FixedSize
-from memplan.torch_private.symbols import Symbols as Symbols
-from memplan.torch_private.symbols import evaluator as evaluator
-from memplan.torch_private.symbols import fake_like as fake_like
-from memplan.torch_private.symbols import is_symbolic as is_symbolic
-from memplan.torch_private.symbols import key_of_size as key_of_size
-from memplan.torch_private.symbols import meta_memory as meta_memory
-from memplan.torch_private.symbols import meta_within as meta_within
-from memplan.torch_private.symbols import named_anew as named_anew
-from memplan.torch_private.symbols import number_here as number_here
-from memplan.torch_private.symbols import text_of_node as text_of_node
-from memplan.torch_private.symbols import varies as varies
-from memplan.torch_private.tensors import OpOverload as OpOverload
-from memplan.torch_private.tensors import alike as alike
-from memplan.torch_private.tensors import changes_ops as changes_ops
-from memplan.torch_private.tensors import is_allocated as is_allocated
-from memplan.torch_private.tensors import is_ordinary as is_ordinary
-from memplan.torch_private.tensors import is_transformed as is_transformed
-from memplan.torch_private.tensors import known_storage as known_storage
-from memplan.torch_private.tensors import nn_functions as nn_functions
-from memplan.torch_private.tensors import plain as plain
-from memplan.torch_private.tensors import pytree as pytree
-from memplan.torch_private.tensors import suggest_memory_format as suggest_memory_format
-from memplan.torch_private.tracing import DATA_DEPENDENT_ERRORS as DATA_DEPENDENT_ERRORS
-from memplan.torch_private.tracing import READ_DEVICE as READ_DEVICE
-from memplan.torch_private.tracing import READ_SCALAR as READ_SCALAR
-from memplan.torch_private.tracing import TRACING as TRACING
-from memplan.torch_private.tracing import Recording as Recording
-from memplan.torch_private.tracing import beneath_compiled as beneath_compiled
-from memplan.torch_private.tracing import boxed as boxed
-from memplan.torch_private.tracing import compiled_aside as compiled_aside
-from memplan.torch_private.tracing import higher_order_ops_refused as higher_order_ops_refused
-from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
-from memplan.torch_private.tracing import is_compiled as is_compiled
-from memplan.torch_private.tracing import leave_out as leave_out
-from memplan.torch_private.tracing import numbers_read_by_tensor as numbers_read_by_tensor
-from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
-from memplan.torch_private.tracing import runs_compiled as runs_compiled
-from memplan.torch_private.tracing import seeding_refused as seeding_refused
-from memplan.torch_private.tracing import someone_traces as someone_traces
-from memplan.torch_private.tracing import trace_with_fakes as trace_with_fakes
-from memplan.torch_private.tracing import tracer_constants as tracer_constants
-from memplan.torch_private.tracing import tracer_graph as tracer_graph
-from memplan.torch_private.tracing import tracer_node as tracer_node
-from memplan.torch_private.tracing import uncompiled as uncompiled
-from memplan.torch_private.tracing import with_layout as with_layout
-from memplan.torch_private.transformers_paths import collects_outputs as collects_outputs
-from memplan.torch_private.transformers_paths import not_tracing_for_transformers as not_tracing_for_transformers
+from memplan.torch_private.autograd import (
+    also_arrives_otherwise, backward_in_progress, backward_keeps_graph, engine_reaches, function_that_failed,
+    functions_applied_by, run_backward, versions_kept, without_accumulators,
+)  # fmt: skip
+from memplan.torch_private.devices import (
+    BlockRecord, MemoryPool, MemoryRecord, attention_order, blas_workspace_bytes, can_expand_segments, expand_segments,
+    float32_precisions, is_captured, is_out_of_memory, keep_busy, kept_by_blas, pytorch_allocates, requested_bytes,
+    segments_expand, unallocated_bytes, user_records_blocks, wait_for_scaler_copies,
+)  # fmt: skip
+from memplan.torch_private.distributed import is_timeout, timeout_of, waits_end_within
+from memplan.torch_private.dtensors import (
+    as_returned, completed, is_hook_of_dtensors, is_of_dtensors, is_sharded, is_wait, parallel_contexts, part_here,
+    ranks_of, spec_of, wait_for, with_spec,
+)  # fmt: skip
+from memplan.torch_private.exchanged import exchanged
+from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
+from memplan.torch_private.hooks import (
+    HOOK_TABLES, SwitchedOff, called, calls_instead, collects, collects_outputs, compiled_call, everything_saved,
+    exchanges_saved_tensors, foreign_hooks, global_hook_tables, is_hooked, without_checkpoints,
+    without_saved_tensor_hooks,
+)  # fmt: skip
+from memplan.torch_private.inductor import (
+    CompiledCall, MemoryLayout, compiled_graph, deterministic_options, functional_trace, inductor_cache_dir,
+    keeps_to_seed, missing_compiler, seed_ops,
+)  # fmt: skip
+from memplan.torch_private.modes import (
+    HigherOrderOperator, InPlaceOf, RealOps, TorchDispatchMode, autocast_knows, function_modes, run_in_mode,
+    with_function_modes, without_autocast, without_function_modes, without_modes,
+)  # fmt: skip
+from memplan.torch_private.symbols import (
+    FixedSize, Symbols, evaluator, fake_like, is_symbolic, key_of_size, meta_memory, meta_within, named_anew,
+    number_here, text_of_node, varies,
+)  # fmt: skip
+from memplan.torch_private.tensors import (
+    FakeTensor, FakeTensorMode, OpOverload, alike, attributes_set_on, batch_norm_reserve_elements, changes_ops,
+    ctc_loss, depends_on_data, fakes_on, has_shape_of_data, has_symbolic_shape, is_allocated, is_ordinary,
+    is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real, suggest_memory_format, sum_of_weights,
+)  # fmt: skip
+from memplan.torch_private.tracing import (
+    DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,
+    higher_order_ops_refused, is_call_of_compiled_code, is_compiled, leave_out, not_tracing_for_transformers,
+    numbers_read_by_tensor, outside_of_tracing, runs_compiled, seeding_refused, someone_traces, trace_with_fakes,
+    tracer_constants, tracer_graph, tracer_node, uncompiled, with_layout,
+)  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from traceback import walk_tb
 from typing import Any
 
@@ -82,8 +82,7 @@ def versions_kept(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContext
 Apply = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]  # function, arguments, what applies it otherwise
 
 
-@contextlib.contextmanager
-def functions_applied_by(apply: Apply) -> Iterator[None]:
+def functions_applied_by(apply: Apply) -> contextlib.AbstractContextManager[None]:
     """A context in which what this thread's autograd functions give is what `apply(function, args, original)` gives.
 
     `Function.apply`, which users may have bound before, looks for what runs a function in the classes above it.
@@ -95,8 +94,7 @@ def functions_applied_by(apply: Apply) -> Iterator[None]:
         original = super(home, function).apply if before is None else before.__get__(None, function)
         return apply(function, args, original) if threading.get_ident() == thread else original(*args)
 
-    with exchanged(home, apply=classmethod(instead)):
-        yield
+    return exchanged(home, apply=classmethod(instead))
 
 
 def function_that_failed(error: BaseException) -> Any:

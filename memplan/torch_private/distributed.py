@@ -56,8 +56,7 @@ def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Ite
                 set_timeout(timeout)
 
 
-@contextlib.contextmanager
-def _refused_here(place: Any, name: str) -> Iterator[None]:
+def _refused_here(place: Any, name: str) -> contextlib.AbstractContextManager[None]:
     """A context in which a function of a module or a class raises RuntimeError when this thread calls it."""
     thread, call = threading.get_ident(), getattr(place, name)
 
@@ -67,8 +66,7 @@ def _refused_here(place: Any, name: str) -> Iterator[None]:
             raise RuntimeError(f"{name} may wait without a timeout of ours")
         return call(*args, **kwargs)
 
-    with exchanged(place, **{name: refused}):
-        yield
+    return exchanged(place, **{name: refused})
 
 
 def is_timeout(error: RuntimeError) -> bool:

@@ -25,17 +25,13 @@ from memplan.torch_private.fsdp_traffic import WholeGradients, scales_exactly, w
 def units_of(model: nn.Module) -> list[FsdpUnit]:
     """The units of a model, each once."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    found: dict[int, FsdpUnit] = {}
     if fsdp is None or not hasattr(fsdp, "FSDPModule"):
         return []
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            state = module._get_fsdp_state()
-            if id(state) not in found:
-                for group in state._fsdp_param_groups:
-                    group.lazy_init()  # of dtypes and padding; which unit is the root its first forward tells
-                found[id(state)] = FsdpUnit(state)
-    return list(found.values())
+    states = [module._get_fsdp_state() for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+    states = list({id(state): state for state in states}.values())
+    for group in (group for state in states for group in state._fsdp_param_groups):
+        group.lazy_init()  # of dtypes and padding; which unit is the root its first forward tells
+    return [FsdpUnit(state) for state in states]
 
 
 class FsdpUnit:
@@ -164,7 +160,7 @@ class FsdpUnit:
                         table[key] = _UnitHook(self, hook, own)
                         if module is model:
                             self._of_model.append(table[key])
-                            table[key] = _UnitHook(self, _nothing, _nothing)
+                            table[key] = _UnitHook(self, lambda *_: None, lambda *_: None)
 
     def give_back(self) -> None:
         """Put the unit's own hooks back, each to its place among the others."""
@@ -217,7 +213,12 @@ class FsdpUnit:
                 gathered[differentiates] = [whole_parameters(sums) for sums in self._sums]
             before = args, kwargs
             for sums, (traffic, wholes) in zip(self._sums, gathered[differentiates], strict=True):
-                self._exchange(sums.group, wholes)
+                for parameter, whole in zip(sums.group.fsdp_params, wholes, strict=True):
+                    info = parameter._module_info
+                    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+                    for home, name in ((info.module, info.param_name), *shared):
+                        self._sharded.append((home._parameters, name, home._parameters[name], whole))
+                        home._parameters[name] = whole
                 args, kwargs = type(sums.group)._register_post_backward_hook(_NoReduction(), args, kwargs)
                 traffic.reduces_early |= not is_first and (before[0] is not args or before[1] is not kwargs)
         return args, kwargs
@@ -235,15 +236,6 @@ class FsdpUnit:
                 table[key] = sharded
         self._sharded.clear()
         self._left = set()
-
-    def _exchange(self, group: Any, wholes: Sequence[torch.Tensor]) -> None:
-        """Put whole parameters in the place of a group's parts."""
-        for parameter, whole in zip(group.fsdp_params, wholes, strict=True):
-            info = parameter._module_info
-            places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-            for module, name in places:
-                self._sharded.append((module._parameters, name, module._parameters[name], whole))
-                module._parameters[name] = whole
 
 
 class _NoReduction:
@@ -263,10 +255,6 @@ def _has_others(values: Any, dtype: torch.dtype | None) -> bool:
     found: list[torch.Tensor] = []
     _apply_to_tensors(lambda t: found.append(t) or t, values)  # type: ignore[func-returns-value]
     return any(t.is_floating_point() and t.dtype != dtype for t in found)
-
-
-def _nothing(*arguments: Any) -> None:
-    """What a hook on a planned model does, whose forward does what the hook did."""
 
 
 class _UnitHook:

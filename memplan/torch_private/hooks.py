@@ -1,25 +1,29 @@
-"""Hooks of modules, of tensors and of saved tensors."""
+"""Hooks of modules and of saved tensors; checkpoints, which are such hooks, and compiled code can be switched off."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import traceback
+from torch.utils.checkpoint import CheckpointFunction
 
+from memplan.torch_private.autograd import functions_applied_by
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import FakeTensor
 
 _INSTEAD = "_compiled_call_impl"
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
 
 def global_hook_tables() -> list[dict[int, Any]]:
     """The tables of hooks that every module runs."""
-    home = torch.nn.modules.module
-    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-    return [getattr(home, f"_global_{kind}") for kind in kinds]
+    return [getattr(torch.nn.modules.module, f"_global{table}") for table in HOOK_TABLES]
 
 
 def foreign_hooks(table: dict[int, Any]) -> int:
@@ -29,8 +33,7 @@ def foreign_hooks(table: dict[int, Any]) -> int:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether a module has hooks of its own whose work is not part of a trace."""
-    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(foreign_hooks(getattr(module, table)) for table in tables)
+    return any(foreign_hooks(getattr(module, table)) for table in HOOK_TABLES)
 
 
 def collects(module: nn.Module) -> bool:
@@ -38,16 +41,19 @@ def collects(module: nn.Module) -> bool:
     return any(inner._forward_hooks and not foreign_hooks(inner._forward_hooks) for inner in module.modules())
 
 
-@contextlib.contextmanager
-def calls_instead(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
-    """A context in which whole calls of modules, or of those of a class, are others, without hooks.
+def collects_outputs() -> bool:
+    """Whether a transformers model is running with hooks that collect outputs of its submodules."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return bool(collector is not None and collector.get())
+
+
+def calls_instead(home: Any, call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
+    """A context in which whole calls of a module, or of those of a class, are others, without hooks.
 
     `nn.Module.__call__` asks the module, then its class, for what `module.compile()` puts there.
     """
-    with contextlib.ExitStack() as stack:
-        for home, call in calls.items():
-            stack.enter_context(exchanged(home, **{_INSTEAD: call}))
-        yield
+    return exchanged(home, **{_INSTEAD: call})
 
 
 def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -99,17 +105,6 @@ def without_saved_tensor_hooks() -> Iterator[int]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
-@contextlib.contextmanager
-def on_traced(
-    methods: Mapping[str, Callable[..., Any]], setters: Mapping[str, Callable[[torch.Tensor, Any], None]]
-) -> Iterator[None]:
-    """A context in which fake tensors have other methods, and other setters of properties, than torch.Tensor."""
-    getters = {name: getattr(torch.Tensor, name).__get__ for name in setters}
-    properties = {name: property(getters[name], setter) for name, setter in setters.items()}
-    with exchanged(FakeTensor, **methods, **properties):
-        yield
-
-
 _TRANSPARENT = ("torch.utils.checkpoint", "memplan.")  # a plan may run within a checkpoint, or while it is rehearsed
 
 
@@ -117,3 +112,96 @@ def exchanges_saved_tensors() -> bool:
     """Whether the caller has hooks on what autograd saves, other than those of a checkpoint around the call."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and not str(hooks[0].__module__).startswith(_TRANSPARENT)
+
+
+# -- what decides when a step computes and where it saves --------------------------------------------------------------
+
+_CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
+
+_SavedHook = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchedOff:
+    """What a step would have used, and how often.
+
+    - counts: by kind, for example {"checkpoint": 4, "compiled call": 1}.
+    - unknown: autograd functions that take a function, which their backward may run again. They stay on.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    unknown: set[str] = field(default_factory=set)
+
+
+@contextlib.contextmanager
+def everything_saved() -> Iterator[SwitchedOff]:
+    """A context in which a step runs each operation once, by eager kernels, and saves the tensors themselves.
+
+    Checkpoints without reentrant autograd are hooks on saved tensors too, so one hook finds them whoever calls them.
+    """
+    from torch._dynamo import eval_frame  # which takes a second
+
+    off = SwitchedOff()
+    was_called = eval_frame._callback_from_stance
+
+    def push(pack: _SavedHook, unpack: _SavedHook) -> None:
+        off.counts[_CHECKPOINT if _is_of_checkpoint(pack) else _HOOKS] += 1
+
+    def call(callback: Any) -> Any:
+        if callback not in (None, False):
+            off.counts["compiled call"] += 1
+        return was_called(callback)
+
+    def apply(function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
+        if function is CheckpointFunction:
+            off.counts[_CHECKPOINT] += 1
+            run, _, *given = args
+            return run(*given)
+        if any(callable(a) and not isinstance(a, (torch.Tensor, type)) for a in args):
+            off.unknown.add(f"{function.__qualname__} takes a function")
+        return original(*args)
+
+    with without_saved_tensor_hooks() as count, torch.compiler.set_stance("force_eager"), functions_applied_by(apply):
+        off.counts[_HOOKS] += count
+        hooks = {"_push_saved_tensors_default_hooks": push, "_pop_saved_tensors_default_hooks": lambda: None}
+        with exchanged(torch._C._autograd, **hooks), exchanged(eval_frame, _callback_from_stance=call):
+            yield off
+
+
+def _is_of_checkpoint(pack: _SavedHook) -> bool:
+    return str(getattr(pack, "__module__", "")).startswith("torch.utils.checkpoint")
+
+
+def _free(function: Any, name: str) -> Any:
+    """What a function takes from around it by this name."""
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+
+
+@contextlib.contextmanager
+def without_checkpoints(entered: Callable[[bool], None], left: Callable[[], None]) -> Iterator[None]:
+    """A context in which checkpoints without reentrant autograd save what they run, as if they were not there.
+
+    - entered: called where one begins to run its function, with whether it would draw the same random numbers again.
+    - left: called where it ends.
+    """
+    autograd: Any = torch._C._autograd
+    was_pushed, was_popped = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    are_of_checkpoints: list[bool] = []
+
+    def push(pack: _SavedHook, unpack: _SavedHook) -> None:
+        are_of_checkpoints.append(_is_of_checkpoint(pack))
+        if are_of_checkpoints[-1]:
+            entered(_free(_free(pack, "frame").recompute_fn, "preserve_rng_state"))
+        else:
+            was_pushed(pack, unpack)
+
+    def pop() -> None:
+        if are_of_checkpoints and are_of_checkpoints.pop():
+            left()
+        else:
+            was_popped()
+
+    hooks = {"_push_saved_tensors_default_hooks": push, "_pop_saved_tensors_default_hooks": pop}
+    tags = dict(traceback.current_meta)  # which a checkpoint with policies writes to, as in a trace of Dynamo's
+    with exchanged(autograd, **hooks), exchanged(traceback, current_meta=tags):
+        yield

@@ -89,22 +89,15 @@ def deterministic_options(device: torch.device) -> dict[str, Any]:
     return {"deterministic": True} if hasattr(inductor_config, "deterministic") else {}
 
 
-class SeedOps(NamedTuple):
-    """Ops of Inductor's counter-based generator.
+def seed_ops() -> tuple[Any, Any]:
+    """Ops of Inductor's counter-based generator, which is loaded when it is first asked for.
 
     - draw(count, device): seeds from PyTorch's generator.
     - uniform(shape, seed, "rand"): numbers in [0, 1), float32. Only compiled code keeps to the seed.
     """
-
-    draw: Any
-    uniform: Any
-
-
-def seed_ops() -> SeedOps:
-    """Inductor's counter-based generator, which is loaded when it is first asked for."""
     from torch._inductor import inductor_prims
 
-    return SeedOps(inductor_prims.seeds, inductor_prims.random)
+    return inductor_prims.seeds, inductor_prims.random
 
 
 def keeps_to_seed(target: Any) -> bool:

@@ -32,20 +32,18 @@ _FIRST_KEY, _SECOND_KEY = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapp
 class InPlaceOf:
     """Functions that run in place of aten ops, in a thread, while `active`.
 
-    - functions: by the op's name, with its overload if that is not the default one. Ops that they call are the original
-      ones.
+    - functions: by op. Ops that they call are the original ones.
     - inner: ops that they call are exchanged too; none of them may call its own. Such functions run within the others.
 
-    There may be one of each kind.
+    There may be one of each kind. PyTorch knows of the functions from the first use on.
     """
 
-    def __init__(self, functions: dict[str, Callable[..., Any]], inner: bool = False) -> None:
-        key = _SECOND_KEY if inner else _FIRST_KEY
-        self._key = torch._C._dispatch_key_parse(key)
-        self._all, self._aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-        self._all.fallback(torch.library.fallthrough_kernel, key)
-        for name, function in functions.items():
-            self._aten.impl(name, function if inner else self._once(function), key)
+    def __init__(self, functions: dict[Any, Callable[..., Any]], inner: bool = False) -> None:
+        self._functions, self._inner = functions, inner
+        self._key_name = _SECOND_KEY if inner else _FIRST_KEY
+        self._key = torch._C._dispatch_key_parse(self._key_name)
+        self._libraries: list[torch.library.Library] = []
+        self._registering = threading.Lock()  # PyTorch takes a kernel for an op but once
 
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         keys = torch._C.DispatchKeySet(self._key)
@@ -59,6 +57,13 @@ class InPlaceOf:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """A context in which the functions run in place of the ops."""
+        with self._registering:
+            if not self._libraries:
+                every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+                every.fallback(torch.library.fallthrough_kernel, self._key_name)
+                for op, function in self._functions.items():
+                    aten.impl(op, function if self._inner else self._once(function), self._key_name)
+                self._libraries = [every, aten]
         for operator_on_functions in tuple(torch._ops._higher_order_ops.values()):
             operator_on_functions.fallthrough(self._key)
         with torch._C._IncludeDispatchKeyGuard(self._key):

@@ -29,8 +29,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from memplan.errors import UnsupportedModel
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import FakeTensor, FakeTensorMode
-from memplan.torch_private.tensors import suggest_memory_format
+from memplan.torch_private.tensors import FakeTensor, FakeTensorMode, suggest_memory_format
 
 aten = torch.ops.aten
 
@@ -97,12 +96,6 @@ class Symbols:
             return self.fake(tensor.shape, tensor.stride(), tensor.dtype, device)
         return self.mode.from_tensor(tensor.detach(), static_shapes=True)
 
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        """A context for a trace over these fakes."""
-        with _sizes_left_open(), self.mode:
-            yield
-
     @property
     def fixed(self) -> list[int]:
         """The symbols, by their places, of which the trace depends on the value."""
@@ -120,7 +113,19 @@ class Symbols:
         return self._text[expression]
 
     def _printed(self, expression: sympy.Basic) -> str:
-        _refuse_reordered(expression)
+        """An expression as text.
+
+        Raises FixedSize for arithmetic with fractions that SymPy may round otherwise than Python: it folds constants,
+        and reorders. A division, or a constant with few binary digits, is exact enough if it is alone.
+        """
+        parts = [part for part in sympy.preorder_traversal(expression) if isinstance(part, sympy.Expr)]
+        fractions = [part for part in parts if not part.is_integer]
+        inexact = [part for part in fractions if isinstance(part, (sympy.Function, sympy.Pow))]
+        inexact = [part for part in inexact if not isinstance(part, functions.ToFloat)]
+        sums = any(isinstance(part, (sympy.Add, sympy.Mul)) for part in fractions)
+        odd = any(isinstance(part, sympy.Float) and not _has_few_digits(part) for part in parts)
+        if odd or len(inexact) > 1 or (inexact and sums):
+            raise FixedSize(f"arithmetic with fractions that may be rounded in another order: {expression}")
         names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
         return str(PythonPrinter().doprint(expression.xreplace(names)))
 
@@ -139,20 +144,6 @@ class Symbols:
                 found.append(f"s[{index}] <= {int(bounds.upper)}")
         found += [self._printed(guard.expr) for guard in self._env.guards]
         return tuple(dict.fromkeys(found))
-
-
-def _refuse_reordered(expression: sympy.Basic) -> None:
-    """Refuse arithmetic with fractions that SymPy may round otherwise than Python: it folds constants, and reorders.
-
-    A division, or a constant with few binary digits, is exact enough if it is alone. Raises FixedSize.
-    """
-    parts = [part for part in sympy.preorder_traversal(expression) if isinstance(part, sympy.Expr)]
-    odd = [part for part in parts if isinstance(part, sympy.Float) and not _has_few_digits(part)]
-    inexact = [part for part in parts if not part.is_integer and isinstance(part, (sympy.Function, sympy.Pow))]
-    inexact = [part for part in inexact if not isinstance(part, functions.ToFloat)]
-    sums = [part for part in parts if not part.is_integer and isinstance(part, (sympy.Add, sympy.Mul))]
-    if odd or len(inexact) > 1 or (inexact and sums):
-        raise FixedSize(f"arithmetic with fractions that may be rounded in another order: {expression}")
 
 
 def _has_few_digits(number: sympy.Float) -> bool:
@@ -258,7 +249,7 @@ _MOST_TURNS = 64  # of a loop over a size; one of more turns depends on the numb
 
 
 @contextmanager
-def _sizes_left_open() -> Iterator[None]:
+def sizes_left_open() -> Iterator[None]:
     """A context in which fake kernels, `range` and `len` leave sizes symbols, which are ints to `isinstance`.
 
     SymPy remembers what is a number: it asks that half a million times in the trace of a Llama of 32 layers, a third of

@@ -38,8 +38,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
-from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic
+from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic, sizes_left_open
+from memplan.torch_private.tensors import FakeTensor, _grouped_products_of_any_dtype
 
 aten = torch.ops.aten
 
@@ -85,14 +85,27 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | No
     _first_trace()
     # In other modes make_fx makes fakes of fakes, with symbols of its own.
     mode: Literal["fake", "real"] = "fake" if symbols is None else "real"
-    around = contextlib.nullcontext() if symbols is None else symbols.tracing()
     with (
         _grouped_products_of_any_dtype(),
         _use_lazy_graph_module(True),  # makes no Python code for the graph, which is read and never run
         exchanged(fake_tensor.log, disabled=True),  # a fake kernel that fails raises, and whoever traces has words
-        around,
+        contextlib.nullcontext() if symbols is None else sizes_left_open(),
+        contextlib.nullcontext() if symbols is None else symbols.mode,
     ):
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
+
+
+def not_tracing_for_transformers() -> contextlib.AbstractContextManager[None]:
+    """A context in which transformers runs as it does outside of a trace.
+
+    It asks `is_tracing(tensor)`, which is true for fake tensors. It then builds other masks and repeats key/value
+    heads: other kernels and other bits than the plain step.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    original: Any = getattr(module, "is_fake_tensor", None)
+    owner = threading.get_ident()
+    of_others = {"is_fake_tensor": lambda tensor: threading.get_ident() != owner and original(tensor)}
+    return exchanged(module, **({} if original is None else of_others))
 
 
 def someone_traces() -> bool:
@@ -160,7 +173,6 @@ def tracer_graph() -> torch.fx.Graph:
 
 
 def _tracer() -> Any:
-    """The tracer of the trace in progress."""
     mode = get_proxy_mode()
     assert mode is not None, "no trace in progress"
     return mode.tracer
@@ -307,8 +319,7 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def numbers_read_by_tensor() -> Iterator[None]:
+def numbers_read_by_tensor() -> contextlib.AbstractContextManager[None]:
     """A context in which `torch.tensor` of a list of fake tensors reads their numbers, as it does of other tensors."""
     original, trace = torch.tensor, get_proxy_mode()
 
@@ -323,12 +334,10 @@ def numbers_read_by_tensor() -> Iterator[None]:
         read = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return original(pytree.tree_unflatten(read, spec), *args, **kwargs)  # type: ignore[arg-type]
 
-    with exchanged(torch, tensor=tensor):
-        yield
+    return exchanged(torch, tensor=tensor)
 
 
-@contextlib.contextmanager
-def higher_order_ops_refused(refuse: Callable[[str], None]) -> Iterator[None]:
+def higher_order_ops_refused(refuse: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """A context that calls `refuse` with the name of a higher-order op that traced code calls (`torch.cond`).
 
     PyTorch hands such ops to `torch.compile` before any mode sees them. Under the modes of a trace Dynamo would skip
@@ -346,8 +355,7 @@ def higher_order_ops_refused(refuse: Callable[[str], None]) -> Iterator[None]:
             refuse(name)
         return original(*args, **kwargs)
 
-    with exchanged(torch, compile=call):
-        yield
+    return exchanged(torch, compile=call)
 
 
 _TORCH = str(Path(torch.__file__).parent)

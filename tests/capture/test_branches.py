@@ -6,11 +6,11 @@ Dispatch logs can't tell: they are modes themselves. A new branch in a new PyTor
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import time
 from collections.abc import Callable
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
+from memplan import torch_private as private
 from memplan.capture.ops.layout import strides_that_matter
-from memplan.capture.trace import branches
 from memplan.capture.trace.branches import as_without_modes
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from tests.support.branch_cases import CASES, REFUSED, Case, Draw, ignoring
@@ -203,25 +203,24 @@ def test_the_sum_of_selected_weights_draws_nothing() -> None:
 
 def test_threads_that_are_the_first_at_once_make_the_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch would refuse a second kernel for an op."""
-    known, made = branches._exchanged_ops(), []
+    ops, made = private.InPlaceOf({}), []
 
-    def slow(functions: Any) -> Any:
-        made.append(functions)
+    def slow(*kind: str) -> Any:
+        made.append(kind)
         time.sleep(0.05)
-        return known
+        return SimpleNamespace(fallback=lambda *_: None)
 
     def enter() -> None:
-        with as_without_modes():
+        with ops.active():
             pass
 
-    monkeypatch.setattr(branches, "_exchanged_ops", functools.cache(branches._exchanged_ops.__wrapped__))
-    monkeypatch.setattr(branches.private, "InPlaceOf", slow)
+    monkeypatch.setattr(torch.library, "Library", slow)
     threads = [threading.Thread(target=enter) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(made) == 1
+    assert made == [("_", "IMPL"), ("aten", "IMPL")]
 
 
 # -- sums in place ----------------------------------------------------------------------------------------------------

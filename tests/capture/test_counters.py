@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.capture.attributes.counters import Counting
+from memplan.capture.attributes.attributes_kept import Counting
 from tests.support.zoo import assert_same_bits, run_steps
 
 

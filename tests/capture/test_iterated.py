@@ -14,7 +14,7 @@ from torch import nn
 
 import memplan
 from memplan.capture.ops import real_outputs, real_results
-from memplan.capture.ops.iterated import iterated_layout
+from memplan.capture.ops.layout import iterated_layout
 from tests.capture.test_capture import COPIES, logged_trace, plain_log, step_of, with_loss
 from tests.support.zoo import assert_same_bits, run_steps
 

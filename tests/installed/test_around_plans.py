@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.capture.attributes import remembered
+from memplan.capture.attributes import kept_memory
 from memplan.installed.planned_forward import planned_forward
 from tests.support.zoo import assert_same_bits, copied
 
@@ -75,7 +75,7 @@ def test_other_threads_go_on_making_tuples_meanwhile() -> None:
     for thread in threads:
         thread.start()
     for count in range(20):
-        assert all(callable(function) for function in remembered._of_the_process(-count))
+        assert all(callable(function) for function in kept_memory._of_the_process(-count))
     over.set()
     for thread in threads:
         thread.join()

@@ -34,8 +34,12 @@ def take_gradients(draft: Draft, raw: RawTrace) -> None:
     last_read = {value: position for position, op in enumerate(ops) for value in op.reads.values()}
     for value, nodes in by_value.items():
         by_backward = value in made and ops[made[value]].phase == "backward"
+        # Those in memory that nothing else reads become `.grad` without a copy.
+        foreign = draft.values[value].role != "activation" or draft.values[value].held
         read_later = by_backward and last_read.get(value, -1) > made[value]
-        kept = _taken_over(draft, value, nodes) if by_backward and not read_later else []
+        kept = list[Named]()
+        if by_backward and not (read_later or foreign or overlap([n.meta["val"] for _, n in nodes])):
+            kept = [(name, n) for name, n in nodes if _obeys_layout(n.meta["val"], _leaf(draft, name))]
         for name, node in nodes:
             if (name, node) not in kept:
                 _copy(draft, raw.module.graph, name, node, value)
@@ -43,14 +47,6 @@ def take_gradients(draft: Draft, raw: RawTrace) -> None:
             draft.values[value].role, draft.values[value].held = "gradient", True
             draft.gradients.append(Gradient(value, tuple(kept)))
             draft.values[value].name = "gradient of " + ", ".join(name for name, _ in kept)
-
-
-def _taken_over(draft: Draft, value: int, nodes: list[Named]) -> list[Named]:
-    """Gradients in `value`'s memory that become `.grad` without a copy, where nothing else reads that memory."""
-    foreign = draft.values[value].role != "activation" or draft.values[value].held
-    if foreign or overlap([n.meta["val"] for _, n in nodes]):
-        return []
-    return [(name, node) for name, node in nodes if _obeys_layout(node.meta["val"], _leaf(draft, name))]
 
 
 def _leaf(draft: Draft, name: str) -> torch.Tensor:

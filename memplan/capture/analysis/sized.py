@@ -8,16 +8,16 @@ after capture works on, and as `Sizes`, which know the expression behind each nu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.analysis.freeze import tensor_in
-from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, MetaTensor, OutputTensor, Traced
-from memplan.capture.ops.signature import signature
+from memplan.capture.analysis.draft import tensor_in
+from memplan.capture.analysis.traced import Gradient, Kernel, Made, MetaTensor, OutputTensor, Traced
+from memplan.capture.ops.real_results import signature
 from memplan.capture.ops.sizes import (
     CallSizes,
     DataSize,
@@ -29,7 +29,7 @@ from memplan.capture.ops.sizes import (
     expressions_in,
     put,
 )
-from memplan.capture.trace.raw_trace import RawTrace
+from memplan.capture.trace.raw_trace import Guard, RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
@@ -113,10 +113,15 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
             ]
             several = node.meta["val"]
             copied.meta["val"] = type(several)(found) if isinstance(several, (list, tuple)) else found[0]
-    kernels = [_kernel(kernel, new) for kernel in traced.kernels]
-    for index, call in sizes.kernels.items():
-        args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
-        kernels[index] = dataclasses.replace(kernels[index], args=args, kwargs=kwargs, repeat_args=args)
+    kernels = list[Kernel]()
+    for index, old in enumerate(traced.kernels):
+        args, kwargs, repeat_args = fx.map_arg((old.args, old.kwargs, old.repeat_args), new.__getitem__)
+        if (call := sizes.kernels.get(index)) is not None:
+            args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
+            repeat_args = args
+        reads = {new[n]: v for n, v in old.reads.items()}
+        made = tuple(Made(new[m.node], m.index, m.value) for m in old.made)
+        kernels.append(Kernel(new[old.node], old.target, args, kwargs, reads, made, repeat_args))
     value_bytes = sizes.bytes_of(sizes.values, numbers)
     roots = {v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()}
     return dataclasses.replace(
@@ -139,7 +144,7 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
         outputs=tuple(OutputTensor(new[o.node], o.value, o.requires_grad, o.tangent) for o in traced.outputs),
         gradients=tuple(Gradient(g.value, tuple((name, new[n]) for name, n in g.nodes)) for g in traced.gradients),
         tangent_nodes={v: new[n] for v, n in traced.tangent_nodes.items()},
-        guards=tuple(Guard(tuple(new[n] for n in g.nodes), new[g.node], g.value, g.where) for g in traced.guards),
+        guards=tuple(Guard(new[g.node], g.value, g.where, tuple(new[n] for n in g.nodes)) for g in traced.guards),
         sizes=dataclasses.replace(sizes, here=numbers),
     )
 
@@ -158,11 +163,3 @@ def _layout(
     if size.memory not in memories:
         memories[size.memory] = private.meta_memory(value(size.memory_bytes))
     return memories[size.memory], value(size.offset), list(map(value, size.shape)), list(map(value, size.stride))
-
-
-def _kernel(kernel: Kernel, new: Mapping[fx.Node, fx.Node]) -> Kernel:
-    """The kernel of a copied graph."""
-    args, kwargs, repeat_args = fx.map_arg((kernel.args, kernel.kwargs, kernel.repeat_args), new.__getitem__)
-    reads = {new[n]: v for n, v in kernel.reads.items()}
-    made = tuple(Made(new[m.node], m.index, m.value) for m in kernel.made)
-    return Kernel(new[kernel.node], kernel.target, args, kwargs, reads, made, repeat_args)

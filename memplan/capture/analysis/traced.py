@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import fx
 
 from memplan.capture.ops.sizes import Sizes
 from memplan.capture.trace.call import OutputTemplate
-from memplan.capture.trace.raw_trace import Decision
+from memplan.capture.trace.raw_trace import Guard, StepNotes
 from memplan.problem.data import Graph, Role
 
 
@@ -101,24 +100,8 @@ class Gradient:
         return [leaf for kind, _, leaf in pairs if kind == "parameter"]
 
 
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """A number that forward read from the data of its inputs, or the shape of a result that depends on it.
-
-    - nodes: these compute it again.
-    - node: the one of them that gives it.
-    - value: the number or shape that was read; None for a number or a size that may vary.
-    - where: the place in forward, in words.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    node: fx.Node
-    value: Any
-    where: str
-
-
 @dataclass(slots=True)
-class Traced:
+class Traced(StepNotes):
     """A captured training step.
 
     - kernels: kernels[i] runs graph.ops[i].
@@ -130,13 +113,7 @@ class Traced:
     - tangent_nodes: by value, the node of a gradient that is handed in.
     - constants: tensors of forward's own, by name.
     - guards: numbers that forward read from inputs, to be read again before each call.
-    - reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
-    - decisions: branches that the trace takes. What each depends on is an output, too.
-    - summed: parameters whose gradients autograd adds up from several uses.
-    - inner: outputs from which others derive, by position; True where one of these others is a start of backward. The
-      gradient that is handed in for such an output is not all of it.
     - sizes: how the step goes on for other sizes; None where it is for these alone.
-    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
 
     graph: Graph
@@ -150,13 +127,8 @@ class Traced:
     tangent_nodes: dict[int, fx.Node]
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
-    reassigned: dict[str, int]
-    decisions: tuple[Decision, ...]
-    summed: tuple[str, ...]
-    inner: dict[int, bool]
     device: torch.device
     sizes: Sizes | None = None
-    specs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fx_graph(self) -> fx.Graph:

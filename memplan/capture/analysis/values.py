@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.capture.analysis.draft import Draft, DraftOp, DraftStorage, DraftValue
-from memplan.capture.analysis.freeze import drop_dead_ops, freeze
+from memplan.capture.analysis.draft import Draft, DraftOp, DraftStorage, DraftValue, drop_dead_ops, freeze
 from memplan.capture.analysis.gradients import add_in_place, order_gradients, take_gradients
 from memplan.capture.analysis.sized import with_sizes
 from memplan.capture.analysis.traced import Made, MetaTensor, OutputTensor, Resident, Traced
@@ -29,8 +28,6 @@ from memplan.errors import UnsupportedModel
 from memplan.problem.data import RESIDENT_ROLES, Effect, Phase, Role
 
 aten = torch.ops.aten
-
-CallParts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
 def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device) -> Traced:
@@ -72,6 +69,8 @@ class _StepBuilder:
             elif node in tangents:
                 index, name = tangents[node], f"tangent of {self._output_name(tangents[node])}"
                 self.draft.tangent_values[index] = self.draft.new_storage(node, node.meta["val"], "tangent", name)
+            elif node.target is operator.getitem:
+                self._add_getitem(node)
             elif node.op == "call_function":
                 self._add_node(node, phase)
             if node is self.raw.boundary:
@@ -149,9 +148,6 @@ class _StepBuilder:
         return Refusal(message, MakeIslands([calls_around(self.raw.layers.get(node.name, ""))]))
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
-        if node.target is operator.getitem:
-            self._add_getitem(node)
-            return
         tensors = tensors_of(node.meta.get("val"))
         if any(t.layout is not torch.strided for t in tensors):
             raise self._refusal(
@@ -236,8 +232,8 @@ class _StepBuilder:
             op.repeat_args = tuple(None if i in hidden[0] else a for i, a in enumerate(args))
         self.draft.ops.append(op)
 
-    def _simplified(self, node: fx.Node) -> CallParts:
-        """The call without false dependencies: factories keep only the metadata of their model tensor."""
+    def _simplified(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """(target, args, kwargs) of a call. Factories keep only the metadata of their model tensor."""
         args, kwargs = node.args, dict(node.kwargs)
         if node.target in op_facts.METADATA_ONLY:
             like: Any = args[0]

@@ -35,8 +35,7 @@ _OF_MODULES = frozenset(  # these look for parameters, buffers and submodules th
 )
 
 _lock = threading.RLock()
-_listening: dict[type, Any] = {}  # classes, and the `__setattr__` of their own
-_listeners: dict[type, int] = {}  # how many want to know what is asked of objects of a class
+_listening: dict[type, tuple[Any, int]] = {}  # classes: a `__setattr__` of their own, how many want to know of objects
 _heard: dict[int, list[_Names]] = {}  # by object, for each of those
 
 
@@ -130,7 +129,9 @@ class AttributeReads:
                 return table.names
             return table.names & {named.name for named in self._run - self._of_no_concern}
         names = self._tables.get(id(table))
-        return None if names is None or any(map(_asks_for_more, names.asked)) else frozenset(names.asked)
+        if names is None or any(n.startswith("__") and n.endswith("__") and n != "__class__" for n in names.asked):
+            return None  # a read of `__dict__`, say, leaves open which attributes are read next
+        return frozenset(names.asked)
 
     def set_first(self, table: Mapping[str, Any]) -> frozenset[str]:
         """Names that were set of the object with these attributes, and not read before."""
@@ -161,21 +162,15 @@ def _tells(owner: Any) -> bool:
     return all(way is _getattribute for way in own)
 
 
-def _asks_for_more(name: str) -> bool:
-    """Whether this read leaves open which attributes are read next."""
-    return name.startswith("__") and name.endswith("__") and name != "__class__"
-
-
 def _getattribute(self: Any, name: str) -> Any:
     asking = _heard.get(id(self))
-    if asking is not None and not (name == _IN_ALL and _is_of_no_concern(sys._getframe(1))):
-        for names in asking:
-            names.asked.add(name)
+    if asking is not None and name == _IN_ALL:
+        reader = sys._getframe(1)
+        if reader.f_code in _OF_MODULES or str(reader.f_globals.get("__name__")).startswith("memplan."):
+            asking = None
+    for names in asking or ():
+        names.asked.add(name)
     return object.__getattribute__(self, name)
-
-
-def _is_of_no_concern(frame: FrameType) -> bool:
-    return frame.f_code in _OF_MODULES or str(frame.f_globals.get("__name__")).startswith("memplan.")
 
 
 def _noting_sets(original: Any) -> Any:
@@ -190,26 +185,24 @@ def _noting_sets(original: Any) -> Any:
 
 
 def _begin(kind: type) -> bool:
-    if kind not in _listening:
-        own = vars(kind).get("__setattr__")
+    own, count = _listening.get(kind, (vars(kind).get("__setattr__"), 0))
+    if not count:
         try:
             type.__setattr__(kind, "__setattr__", _noting_sets(kind.__setattr__))
             type.__setattr__(kind, "__getattribute__", _getattribute)
         except TypeError:  # a class of C++
             return False
-        _listening[kind] = own
-        _listeners[kind] = 0
-    _listeners[kind] += 1
+    _listening[kind] = own, count + 1
     return True
 
 
 def _end(kind: type) -> None:
-    _listeners[kind] -= 1
-    if not _listeners[kind]:
-        del _listeners[kind]
-        type.__delattr__(kind, "__getattribute__")
-        own = _listening.pop(kind)
-        if own is None:
-            type.__delattr__(kind, "__setattr__")
-        else:
-            type.__setattr__(kind, "__setattr__", own)
+    own, count = _listening.pop(kind)
+    if count > 1:
+        _listening[kind] = own, count - 1
+        return
+    type.__delattr__(kind, "__getattribute__")
+    if own is None:
+        type.__delattr__(kind, "__setattr__")
+    else:
+        type.__setattr__(kind, "__setattr__", own)

@@ -9,20 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import pickle
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.counters import Counting
 from memplan.capture.attributes.imports import ImportsHeard, as_before
 from memplan.capture.attributes.named_state import GENERATORS
 from memplan.capture.attributes.named_table import NamedTable
@@ -105,6 +103,43 @@ class AddedHook(NamedTuple):
     table: str
     key: int
     hook: Any
+
+
+class Counting:
+    """Stands for a number in a trace, which forward adds to and reads for nothing else.
+
+        self.calls += 1             # a planned step does the same, and does not depend on the number
+
+    It can be added to, and any other use of it raises.
+
+    - by: how much has been added to it.
+    - reads: other uses of it, and of all numbers that come from it. There is one such list for each number.
+    """
+
+    __slots__ = ("by", "reads")
+
+    def __init__(self, by: int, reads: list[str]) -> None:
+        self.by, self.reads = by, reads
+
+    def __add__(self, other: Any) -> Counting:
+        return Counting(self.by + other, self.reads) if type(other) is int else self._read(other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Counting:
+        return Counting(self.by - other, self.reads) if type(other) is int else self._read(other)
+
+    def _read(self, *_: Any) -> NoReturn:
+        self.reads.append("read")
+        raise TypeError("a number that forward counts up is read for something else, too")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return int
+
+
+for _name in vars(int).keys() - vars(Counting).keys() - {"__new__", "__getattribute__"}:
+    setattr(Counting, _name, Counting._read)
 
 
 class AttributesKept:
@@ -335,12 +370,10 @@ class AttributesKept:
                     if table.get(key, ABSENT) is not value:
                         table[key] = value
         for _, generator, state in self._generators.values():
-            if isinstance(generator, random.Random):
-                generator.setstate(pickle.loads(state))
-            elif isinstance(generator, np.random.RandomState):
-                generator.set_state(pickle.loads(state))
-            else:
+            if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = pickle.loads(state)
+            else:
+                generator.__setstate__(pickle.loads(state))  # type: ignore[union-attr]
         for table, before in self._of_tensors:
             if table != before:
                 _restore(table, before)
@@ -357,11 +390,8 @@ class AttributesKept:
 
 def _drawn_from(generator: Any) -> bytes:
     """The state of a generator of Python's or NumPy's own."""
-    if isinstance(generator, random.Random):
-        return pickle.dumps(generator.getstate())
-    if isinstance(generator, np.random.RandomState):
-        return pickle.dumps(generator.get_state(legacy=False))
-    return pickle.dumps(generator.bit_generator.state)
+    is_numpys = isinstance(generator, np.random.Generator)
+    return pickle.dumps(generator.bit_generator.state if is_numpys else generator.__getstate__())
 
 
 _OF_ONE_PLACE = {"place": list[int]()}  # to compare with: calls hold more references where Dynamo looks at frames

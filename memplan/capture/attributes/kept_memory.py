@@ -1,15 +1,26 @@
-"""Memory as it was before ops wrote to it, for traces and rehearsals, which must leave nothing changed."""
+"""What traces and rehearsals must leave unchanged: memory that ops write to, and results that functions remember."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
+import sys
+import weakref
 from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.dataflow import written_arguments
 from memplan.capture.ops.layout import storage_key
+
+_Remembering = functools._lru_cache_wrapper
+_DEPTH = 5  # of containers around a tensor in a result
+_SKIPPED = (type, ModuleType, FunctionType, nn.Module)
 
 
 class KeptMemory:
@@ -50,13 +61,51 @@ class KeptMemory:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
     """The tensors that an op's schema says it writes to. A higher-order op has none: the ops that it runs write."""
-    for position, name in () if isinstance(func, private.HigherOrderOperator) else written_arguments(func):
-        given = args[position] if position < len(args) else kwargs.get(name)
-        for tensor in given if isinstance(given, (list, tuple)) else [given]:
-            if isinstance(tensor, torch.Tensor) and has_memory(tensor):
-                yield tensor
+    found = () if isinstance(func, private.HigherOrderOperator) else written_arguments(func, args, kwargs)
+    return (tensor for tensor in found if isinstance(tensor, torch.Tensor) and has_memory(tensor))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's contents can be put back: it is neither sparse, nor meta, nor one of torch.func's."""
     return tensor.layout is torch.strided and not tensor.is_meta and not private.is_transformed(tensor)
+
+
+@contextlib.contextmanager
+def results_forgotten(model: nn.Module) -> Iterator[None]:
+    """A context after which functions (`functools.cache`) forget results that were made of fake tensors in it.
+
+    Rotary embeddings and position tables are often kept that way: the model itself would be given fakes from then on.
+    """
+    owners = {*model.modules(), *(kind for module in model.modules() for kind in type(module).__mro__)}
+    own = {o for owner in owners for o in vars(owner).values() if type(o) is _Remembering}
+    functions = own.union(_of_the_process(len(sys.modules)))
+    before = [(function, function.cache_info().misses) for function in functions]
+    try:
+        yield
+    finally:
+        for function, misses in before:
+            if function.cache_info().misses != misses and _remembers_fakes(function):
+                function.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)
+def _of_the_process(modules: int) -> weakref.WeakSet[_Remembering[Any]]:
+    """All functions with a cache, which take a twentieth of a second to find.
+
+    They are found as referrers of their type. A list of all objects would have tuples in it that other threads are
+    making, and these can't be finished while something else holds them (SystemError).
+
+    modules: the number of modules that are imported. With more of them there may be more functions.
+    """
+    return weakref.WeakSet(o for o in gc.get_referrers(_Remembering) if type(o) is _Remembering)
+
+
+def _remembers_fakes(function: _Remembering[Any]) -> bool:
+    seen, level = {id(function)}, [function]
+    for _ in range(_DEPTH):
+        if any(issubclass(type(o), private.FakeTensor) for o in level):
+            return True
+        found = [o for o in gc.get_referents(*level) if id(o) not in seen and not issubclass(type(o), _SKIPPED)]
+        seen.update(map(id, found))
+        level = found
+    return any(issubclass(type(o), private.FakeTensor) for o in level)

@@ -29,15 +29,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,7 +98,12 @@ class NamedState:
             for value in (*vars(module).values(), *(hook for table in tables for hook in table.values())):
                 self._reach_code(getattr(value, "__wrapped__", value))  # a planned forward stands for the model's own
         self._reach(run)
-        self._follow()
+        while self._pending:
+            self._look_into(self._pending.pop())
+            for kind in () if self._pending else tuple(self._classes):
+                for name in self._others & vars(kind).keys():
+                    if not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
+                        self._reach(vars(kind)[name])
         self.tables = list(self._tables())
 
     def _tables(self) -> Iterator[tuple[str, NamedTable]]:
@@ -127,18 +124,6 @@ class NamedState:
                 yield title, table
 
     # -- which code runs --------------------------------------------------------------------------------------------
-
-    def _follow(self) -> None:
-        """Follow what is named until nothing is new."""
-        while True:
-            while self._pending:
-                self._look_into(self._pending.pop())
-            for kind in tuple(self._classes):
-                for name in self._others & vars(kind).keys():
-                    if not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
-                        self._reach(vars(kind)[name])
-            if not self._pending:
-                return
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
@@ -377,6 +362,5 @@ def _is_own(kind: type) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(module: str) -> bool:
-    """Whether a module is of an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return file.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(Path(file).parts)

@@ -63,7 +63,8 @@ class Snapshot:
         for (name, table), entry in zip(tables, self._entries, strict=True):
             key = entry.changed_key(table)
             if key is not None:
-                text = f"{name}.{key} is {_shown(table.get(key, ABSENT))}, planned for {_shown(entry.value(key))}"
+                then = entry.simple.get(key, entry.containers.get(key, ABSENT))
+                text = f"{name}.{key} is {_shown(table.get(key, ABSENT))}, planned for {_shown(then)}"
                 return f"{name}.{key}", text
         self._glance = _Glance(tables, self._entries)
         return None
@@ -130,9 +131,6 @@ class _Entry:
         new = (key for key in table if key not in self._keys and key not in self._ignored)
         # Classes gain some that do not matter, such as caches of abstract classes.
         return next((key for key in new if not (self._of_class and key.startswith(("__", "_abc_")))), None)
-
-    def value(self, key: str) -> Any:
-        return self.simple.get(key, self.containers.get(key, ABSENT))
 
 
 def _count(container: Any) -> int:

@@ -6,7 +6,7 @@ import functools
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,18 +99,22 @@ def storage_of(node: fx.Node) -> object:
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """Argument nodes that the op writes to."""
-    found: list[fx.Node] = []
-    for position, name in written_arguments(node.target):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-        found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+    found = list(written_arguments(node.target, node.args, node.kwargs))
     hidden = op_facts.HIDDEN_WRITES.get(node.target)
     if hidden is not None and node.args[hidden[1]]:
-        found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
-    return found
+        found += [node.args[i] for i in hidden[0]]
+    return [n for n in found if isinstance(n, fx.Node)]
+
+
+def written_arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """What a call gives for arguments that the op's schema says it writes to; of lists, what is in them."""
+    for position, name in _written_places(target):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        yield from given if isinstance(given, (list, tuple)) else [given]
 
 
 @functools.cache
-def written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+def _written_places(target: Any) -> tuple[tuple[int, str], ...]:
     """(position, name) of each argument that an op's schema says it writes to."""
     schema = getattr(target, "_schema", None)
     if schema is None:

@@ -7,6 +7,7 @@ gradients for one tensor are added in that order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -49,8 +50,13 @@ class Edges:
         by_node: dict[Any, list[int]] = {}
         for node, index in self.into(edge.node, edge.output_nr):
             by_node.setdefault(node, []).append(index)
+
+        def hook(results: tuple[Any, ...], given: tuple[Any, ...], indices: Sequence[int]) -> tuple[Any, ...]:
+            found.extend(results[index] for index in indices if results[index] is not None)
+            return tuple(None if index in indices else result for index, result in enumerate(results))
+
         for node, indices in by_node.items():
-            node.register_hook(_diversion(indices, found))
+            node.register_hook(functools.partial(hook, indices=indices))
         return found
 
 
@@ -65,15 +71,3 @@ def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
             if target is not None and target not in seen:
                 seen.add(target)
                 pending.append(target)
-
-
-def _diversion(indices: Sequence[int], found: list[torch.Tensor]) -> Any:
-    def hook(results: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
-        kept = list(results)
-        for index in indices:
-            if kept[index] is not None:
-                found.append(kept[index])
-                kept[index] = None
-        return tuple(kept)
-
-    return hook

@@ -32,12 +32,18 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island_call import IslandCall
-from memplan.capture.ops.island_facts import BackwardFacts, ForwardFacts
+from memplan.capture.ops.island_call import (
+    SCRATCH_MARGIN_BYTES,
+    BackwardFacts,
+    ForwardFacts,
+    IslandCall,
+    SizeRules,
+    with_numbers,
+)
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
-from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
-from memplan.capture.ops.saver import Saver, bytes_for
+from memplan.capture.ops.recorded_graph import RecordedGraph, Saver, bytes_for, graph_of, take_attributes, ticket_of
+from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
@@ -65,6 +71,43 @@ class Island(IslandCall):
     def _other(self, message: str) -> UnsupportedModel:
         """The error for a run that gives other tensors than planned."""
         return Refusal(message, MakeNoIsland(self.called) if self.at_numbers is None else OtherResults())
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    def sized(self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[Island, Island]:
+        """This island for many sizes, and at those of a trace. Raises FixedSize.
+
+        static: arguments of the call in the trace. Symbols among them are open.
+        """
+        if self.varies:
+            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
+        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
+        forward_cost, backward_cost = (
+            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
+            for c in (self.forward_cost, self.backward_cost)
+        )
+        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
+        numbers = island.numbers(tensors, [static[place] for place in opened])
+        island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
+        return island, island._with(numbers)
+
+    def at(self, numbers: Numbers) -> Island:
+        """The island of a call with these numbers. The latest one is kept."""
+        if self._latest is None or self._latest.at_numbers != numbers:
+            self._latest = self._with(numbers)
+        return self._latest  # type: ignore[no-any-return]
+
+    def _with(self, numbers: tuple[Any, ...]) -> Island:
+        assert self.rules is not None
+        forward, backward = self.rules.at(numbers)
+        found, static = iter(numbers), list(self.static)
+        inputs = with_numbers(self.inputs, lambda _: next(found))
+        for place in self.integers:
+            static[place] = next(found)
+        return dataclasses.replace(
+            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
+            at_numbers=numbers,
+        )  # fmt: skip
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -215,26 +258,21 @@ class Island(IslandCall):
             raise Refusal(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
-        self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], positions)
+        edges, uses = Edges(o for o, t in zip(outputs, tracked, strict=True) if t), [0] * len(self.inputs)
+        if edges.leaves - {target for edge in graph.begin for target, _ in edge.node.next_functions}:
+            raise self._other(f"{self.title} reads a tensor that requires grad, and that it is not given")
+        for i, begin in zip(positions, graph.begin, strict=True):
+            uses[i] = len(edges.into(begin.node, begin.output_nr)) + any(begin == end for end in graph.ends)
+            planned = self.forward_facts
+            if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
+                graph.diverted[i] = edges.divert(begin)  # its gradients are kept apart
+        graph.uses = tuple(uses)
         take_attributes(graph, saver)
         written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
         if not written <= (self.writes if self.looked_at else self.buffers):
             raise Refusal(f"{self.title} writes to its arguments")
         self.writes |= written
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
-
-    def _note_uses(self, graph: RecordedGraph, starts: Sequence[torch.Tensor], positions: Sequence[int]) -> None:
-        """Count the gradients that each input gets. Where there are several, keep them apart."""
-        edges, uses = Edges(starts), [0] * len(self.inputs)
-        leaves = edges.leaves - {target for edge in graph.begin for target, _ in edge.node.next_functions}
-        if leaves:
-            raise self._other(f"{self.title} reads a tensor that requires grad, and that it is not given")
-        for i, begin in zip(positions, graph.begin, strict=True):
-            uses[i] = len(edges.into(begin.node, begin.output_nr)) + any(begin == end for end in graph.ends)
-            planned = self.forward_facts
-            if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
-                graph.diverted[i] = edges.divert(begin)
-        graph.uses = tuple(uses)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 

@@ -4,29 +4,173 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.ops.island_facts import (
-    SCRATCH_MARGIN_BYTES,
-    BackwardFacts,
-    ForwardFacts,
-    Seen,
-    SizeRules,
-    numbers_in,
-    with_numbers,
-)
-from memplan.capture.ops.places import Layout
-from memplan.capture.ops.sizes import Numbers
+from memplan.capture.ops.places import Layout, Place, Source
+from memplan.capture.ops.sizes import Evaluation, Expression, Numbers, Size, expressions_in
+from memplan.torch_private import pytree
 
-_Self = TypeVar("_Self", bound="IslandCall")
+_HIGHEST_POWER = 3
+_ROUNDED = 64  # the part of scratch that rounding may add
+SCRATCH_MARGIN_BYTES = 512  # by which scratch may grow more than in proportion
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFacts:
+    """What one run of a call gave.
+
+    - outputs: where each output lies; of what is no tensor, the thing itself.
+    - spec: how outputs are nested.
+    - differentiable: by output.
+    - saved: where each tensor lies that its graph saves.
+    - results: layouts of what the forward op makes. The first `made` of them hold outputs.
+    - uses: by input, how many gradients it gets.
+    """
+
+    outputs: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    differentiable: tuple[bool, ...]
+    saved: tuple[Place, ...]
+    results: tuple[Layout, ...]
+    made: int
+    uses: tuple[int, ...]
+
+    @property
+    def returned(self) -> tuple[Any, ...]:
+        """All but what is saved, and how often inputs are read."""
+        return self.outputs, self.spec, self.differentiable, self.results[: self.made]
+
+    @property
+    def kept(self) -> tuple[Source, ...]:
+        """Inputs and results that backward reads, each once."""
+        return tuple(dict.fromkeys(place.source for place in self.saved))
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardFacts:
+    """What one run of the backward of a call gave.
+
+    - given: which outputs it was given gradients of.
+    - gradients: where the gradient of each use of each input that needs one lies; None: there is none.
+    - results: layouts of what the backward op makes.
+    """
+
+    given: tuple[bool, ...]
+    gradients: tuple[tuple[Place | None, ...], ...]
+    results: tuple[Layout, ...]
+
+
+# -- at other sizes --------------------------------------------------------------------------------------------------
+
+
+def with_numbers(things: Any, number: Callable[[Any], Any]) -> Any:
+    """Facts and layouts with another number in the place of each size, stride and offset."""
+    if isinstance(things, Layout):
+        return things._replace(shape=tuple(map(number, things.shape)), stride=tuple(map(number, things.stride)))
+    if isinstance(things, Place):
+        layout = with_numbers(things.layout, number)
+        return things._replace(layout=layout, offset_bytes=number(things.offset_bytes))
+    if isinstance(things, (ForwardFacts, BackwardFacts)):
+        fields = {f.name: with_numbers(getattr(things, f.name), number) for f in dataclasses.fields(things)}
+        return dataclasses.replace(things, **fields)
+    return tuple(with_numbers(t, number) for t in things) if type(things) is tuple else things
+
+
+def numbers_in(things: Any) -> list[Any]:
+    """The sizes, strides and offsets in facts and layouts, in order."""
+    found = list[Any]()
+    with_numbers(things, found.append)
+    return found
+
+
+class Seen(NamedTuple):
+    """What runs of an island at some sizes have shown.
+
+    - numbers: sizes and strides of what it was given, then those of its arguments that are integers.
+    - facts: of forward and of backward.
+    - held_bytes: what its arguments and results take, each.
+    - scratch_bytes: what forward and backward hold beyond that.
+    """
+
+    numbers: Numbers
+    facts: tuple[ForwardFacts, BackwardFacts | None]
+    held_bytes: tuple[int, ...]
+    scratch_bytes: tuple[int, int]
+
+
+class SizeRules:
+    """The facts of an island as functions of its numbers, learnt from runs at several sizes.
+
+    A size of a result is taken to be a product of up to three numbers and a factor, else a straight line in one number,
+    in this order. Each call compares what the island gives with that.
+    """
+
+    def __init__(self, function: str, seen: Sequence[Seen], numbers: Sequence[Any]) -> None:
+        """Learn from runs. numbers: those of a trace. Raises FixedSize if runs do not tell how facts go with these."""
+        refused = f"{function} runs as it is, and"
+        columns = list(zip(*(s.numbers for s in seen), strict=True))
+        pairs = zip(columns, numbers, strict=True)
+        if any(private.is_symbolic(number) and len(set(column)) == 1 for column, number in pairs):
+            raise private.FixedSize(f"{refused} it has not run at enough sizes yet")
+        for small, large in itertools.permutations(seen, 2):
+            growth = max(1, *(n / max(m, 1) for n, m in zip(large.held_bytes, small.held_bytes, strict=True)))
+            scratch = [(n, m * growth) for n, m in zip(large.scratch_bytes, small.scratch_bytes, strict=True)]
+            # The margin is for rounding; of little scratch it would hide squares.
+            if any(n > most + min(SCRATCH_MARGIN_BYTES, most / _ROUNDED) for n, most in scratch):
+                raise private.FixedSize(f"{refused} it needs memory that grows faster than what it is given and gives")
+        rows = zip(*(numbers_in(s.facts) for s in seen), strict=True)
+        rules = [_rule(row, columns) for row in rows]
+        found = iter([rule for rule in rules if rule is not None])
+        if None in rules:
+            raise private.FixedSize(f"{refused} sizes of what it gives follow no rule")
+        self._facts = with_numbers(seen[0].facts, lambda _: next(found))
+        self._evaluation = Evaluation(expressions_in(numbers_in(self._facts)))
+
+    def at(self, numbers: Sequence[Any]) -> tuple[ForwardFacts, BackwardFacts | None]:
+        """The facts at these numbers, which may be symbols."""
+        return with_numbers(self._facts, self._evaluation.at(tuple(numbers)))  # type: ignore[no-any-return]
+
+
+def _rule(values: Sequence[int], columns: Sequence[Sequence[int]]) -> Size | None:
+    """A number as a function of others; None if none was found.
+
+    - values: what it was in each run.
+    - columns: what each of the others was in each run. That of place i is s[i].
+    """
+    if len(set(values)) == 1:
+        return values[0]
+    varying: dict[tuple[int, ...], str] = {}
+    for place, column in enumerate(columns):
+        if len(set(column)) > 1:
+            varying.setdefault(tuple(column), f"s[{place}]")
+    for power in range(1, _HIGHEST_POWER + 1):
+        for factors in itertools.combinations_with_replacement(varying, power):
+            products = [math.prod(numbers) for numbers in zip(*factors, strict=True)]
+            ratio = values[0] // products[0] if products[0] else 0
+            if ratio and all(ratio * product == value for product, value in zip(products, values, strict=True)):
+                return Expression(" * ".join([str(ratio), *(varying[factor] for factor in factors)]))
+    for column, name in varying.items():
+        other = next(i for i, n in enumerate(column) if n != column[0])
+        slope = Fraction(values[other] - values[0], column[other] - column[0])
+        start = slope.denominator * values[0] - slope.numerator * column[0]
+        line = [slope.numerator * n + start for n in column]
+        if slope and line == [slope.denominator * value for value in values]:
+            return Expression(f"({slope.numerator} * {name} + {start}) // {slope.denominator}")
+    return None
+
+
+# -- the call --------------------------------------------------------------------------------------------------------
 
 
 class IslandCost(NamedTuple):
@@ -149,39 +293,3 @@ class IslandCall:
         given = dict(zip(self.open, sizes, strict=True))
         static = (given.get(place, self.static[place]) for place in self.integers)
         return (*numbers_in(tuple(map(Layout.of, tensors))), *static)
-
-    def sized(self: _Self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[_Self, _Self]:
-        """This island for many sizes, and at those of a trace. Raises FixedSize.
-
-        static: arguments of the call in the trace. Symbols among them are open.
-        """
-        if self.varies:
-            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
-        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
-        forward_cost, backward_cost = (
-            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
-            for c in (self.forward_cost, self.backward_cost)
-        )
-        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
-        numbers = island.numbers(tensors, [static[place] for place in opened])
-        island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
-        return island, island._with(numbers)
-
-    def at(self: _Self, numbers: Numbers) -> _Self:
-        """The island of a call with these numbers. The latest one is kept."""
-        if self._latest is None or self._latest.at_numbers != numbers:
-            self._latest = self._with(numbers)
-        latest: _Self = self._latest
-        return latest
-
-    def _with(self: _Self, numbers: tuple[Any, ...]) -> _Self:
-        assert self.rules is not None
-        forward, backward = self.rules.at(numbers)
-        found, static = iter(numbers), list(self.static)
-        inputs = with_numbers(self.inputs, lambda _: next(found))
-        for place in self.integers:
-            static[place] = next(found)
-        return dataclasses.replace(
-            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
-            at_numbers=numbers,
-        )  # fmt: skip

@@ -109,3 +109,61 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two strided tensors with one number of elements and one dtype have the same bytes in them."""
     return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)))
+
+
+# -- what PyTorch lays out itself --------------------------------------------------------------------------------------
+
+_CHANNELS_LAST = (1, 3, 2, 0)  # dimensions, the innermost first
+
+
+def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(size, stride) that PyTorch's TensorIterator gives a new result of its operands. The first one decides first.
+
+    Strides of dimensions of one element are exact too: later kernels use them to see whether channels come last, and
+    then run in other ways. PyTorch's fake kernels order dimensions otherwise where they have one element or are
+    broadcast.
+    """
+    tensors = [t for t in operands if isinstance(t, torch.Tensor)]
+    size = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
+    if all(isinstance(t, torch.Tensor) and t.shape == size for t in operands):
+        for order in (None, _CHANNELS_LAST) if len(size) == 4 else (None,):
+            stride = dense_stride(size, order)
+            of_each = (zip(size, t.stride(), stride, strict=True) for t in tensors)
+            if all(n == 1 or a == b for pairs in of_each for n, a, b in pairs):
+                return size, stride
+        first = tensors[0].stride()
+        if all(t.stride() == first and is_dense(t) for t in tensors):
+            return size, first
+    strides = list[tuple[int, ...]]()
+    for tensor in tensors:  # for all dimensions of the result; 0 where the operand is repeated
+        new = len(size) - tensor.dim()
+        own = zip(tensor.shape, tensor.stride(), size[new:], strict=True)
+        strides.append((0,) * new + tuple(0 if n == 1 and whole != 1 else s for n, s, whole in own))
+    return size, dense_stride(size, _sorted(size, strides))
+
+
+def _sorted(size: tuple[int, ...], strides: Sequence[tuple[int, ...]]) -> list[int]:
+    """The dimensions, the innermost first. It is an insertion sort, because not every two of them can be compared."""
+    order = list(reversed(range(len(size))))
+    for end in range(1, len(order)):
+        place = end
+        for before in reversed(range(end)):
+            swap = _is_outside(size, strides, order[before], order[place])
+            if swap is False:
+                break
+            if swap:
+                order[before], order[place] = order[place], order[before]
+                place = before
+    return order
+
+
+def _is_outside(size: tuple[int, ...], strides: Sequence[tuple[int, ...]], a: int, b: int) -> bool | None:
+    """Whether dimension `a` goes outside of `b`; None where no operand decides."""
+    for stride in strides:
+        if 0 in (stride[a], stride[b]):
+            continue
+        if stride[a] != stride[b]:
+            return stride[a] > stride[b]
+        if size[a] > size[b]:
+            return True
+    return None

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
-from memplan.capture.ops.iterated import iterated_layout
-from memplan.capture.ops.layout import dense_stride
+from memplan.capture.ops.layout import dense_stride, iterated_layout
 from memplan.capture.ops.op_facts import argument_of
 
 aten = torch.ops.aten
@@ -127,7 +126,16 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func in _ITERATED:
         return _with_stride(outputs, iterated_layout([args[i] for i in _ITERATED[func]])[1])
     if args[0].device.type == "cuda":
-        return _as_on_cuda(func, args, outputs)
+        host = _ON_HOST.get(func, ())
+        if host:
+            return tuple(private.with_layout(t, device="cpu") if i in host else t for i, t in enumerate(outputs))
+        if func is aten.cudnn_batch_norm.default and args[5]:
+            elements = private.batch_norm_reserve_elements(args[0])
+            return (*outputs[:3], private.with_layout(outputs[3], size=(elements,), stride=(1,)))
+        if func is aten._scaled_dot_product_cudnn_attention.default and not args[4] and outputs[1] is not None:
+            private.leave_out(outputs[1])
+            return (outputs[0], None, *outputs[2:])
+        return outputs
     if func in _ELEMENTS:
         elements = _ELEMENTS[func](*args)
         return private.with_layout(outputs, elements=elements) if elements > outputs.numel() else outputs
@@ -140,18 +148,6 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
         if in_rows and mode == 0 and padding < 0:
             return (outputs[0], private.with_layout(outputs[1], size=(0,), stride=(1,)), *outputs[2:])
     return _with_strides(func, args, _with_dtypes(func, args, outputs))
-
-
-def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    if func in _ON_HOST:
-        return tuple(private.with_layout(t, device="cpu") if i in _ON_HOST[func] else t for i, t in enumerate(outputs))
-    if func is aten.cudnn_batch_norm.default and args[5]:
-        elements = private.batch_norm_reserve_elements(args[0])
-        return (*outputs[:3], private.with_layout(outputs[3], size=(elements,), stride=(1,)))
-    if func is aten._scaled_dot_product_cudnn_attention.default and not args[4] and outputs[1] is not None:
-        private.leave_out(outputs[1])
-        return (outputs[0], None, *outputs[2:])
-    return outputs
 
 
 def _with_dtypes(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:

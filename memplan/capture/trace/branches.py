@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +38,6 @@ from memplan.errors import UnsupportedModel
 aten = torch.ops.aten
 
 _MEAN = 1  # the reduction of a loss
-_MAKING = threading.Lock()  # PyTorch takes a kernel for an op but once
 
 Tensors = tuple[torch.Tensor | None, ...]
 # (what the node saved, its results, the gradients it was given) -> eager's results, None where they are the same, or
@@ -92,78 +90,10 @@ def as_without_modes() -> contextlib.AbstractContextManager[None]:
 
     Raises UnsupportedModel from a forward or a backward pass where eager's path depends on data.
     """
-    with _MAKING:
-        return _exchanged_ops().active()
+    return _EXCHANGED_OPS.active()
 
 
 # -- composite ops ---------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _exchanged_ops() -> private.InPlaceOf:
-    return private.InPlaceOf(
-        {
-            "matmul": _matmul,
-            "linear": _linear,
-            "cross_entropy_loss": _cross_entropy,
-            "linalg_eigvals": functools.partial(
-                _values_alone, aten.linalg_eigvals.default, aten._linalg_eigvals.default
-            ),
-            "linalg_eigvalsh": functools.partial(
-                _values_alone,
-                aten.linalg_eigvalsh.default,
-                lambda a, UPLO="L": aten._linalg_eigh.default(a, UPLO, False)[0],
-            ),
-            "linalg_svdvals": functools.partial(
-                _values_alone,
-                aten.linalg_svdvals.default,
-                lambda a, driver=None: aten._linalg_svd.default(a, False, False, driver=driver)[1],
-            ),
-            "max": _Differentiated(aten.max.default, "Max", ("self", "result"), _evenly_distributed),
-            "min": _Differentiated(aten.min.default, "Min", ("self", "result"), _evenly_distributed),
-            "median": _Differentiated(aten.median.default, "Median", ("self", "result"), _evenly_distributed),
-            "nanmedian": _Differentiated(aten.nanmedian.default, "Nanmedian", ("self", "result"), _evenly_distributed),
-            "prod": _Differentiated(aten.prod.default, "Prod", ("self",), _product),
-            "prod.dim_int": _Differentiated(aten.prod.dim_int, "Prod", ("self",), _product),
-            "cumprod": _Differentiated(aten.cumprod.default, "Cumprod", ("self", "dim"), _cumulative_product),
-            "cumprod_": _Differentiated(aten.cumprod_.default, "Cumprod", ("self", "dim"), _cumulative_product),
-            "masked_fill.Tensor": functools.partial(_masked_fill, aten.masked_fill.Tensor),
-            "masked_fill_.Tensor": functools.partial(_masked_fill, aten.masked_fill_.Tensor),
-            "linalg_householder_product": _Differentiated(
-                aten.linalg_householder_product.default, "LinalgHouseholderProduct", ("input", "tau"), _laid_out
-            ),
-            "ormqr": _Differentiated(aten.ormqr.default, "Ormqr", ("self", "input2"), _laid_out),
-            "binary_cross_entropy_with_logits": _Differentiated(
-                aten.binary_cross_entropy_with_logits.default,
-                "BinaryCrossEntropyWithLogits",
-                ("self", "target", "weight", "pos_weight", "reduction"),
-                _bce_with_logits,
-            ),
-            **{
-                f"{name}.vec": functools.partial(_upsampled, getattr(aten, name))
-                for name in (
-                    "upsample_nearest1d",
-                    "upsample_nearest2d",
-                    "upsample_nearest3d",
-                    "_upsample_nearest_exact1d",
-                    "_upsample_nearest_exact2d",
-                    "_upsample_nearest_exact3d",
-                    "upsample_linear1d",
-                    "upsample_bilinear2d",
-                    "upsample_bicubic2d",
-                    "upsample_trilinear3d",
-                )
-            },
-            **{
-                name: functools.partial(_without_autocast, op)
-                for name, op in (
-                    ("_trilinear", aten._trilinear.default),
-                    ("affine_grid_generator", aten.affine_grid_generator.default),
-                    ("linalg_pinv.atol_rtol_tensor", aten.linalg_pinv.atol_rtol_tensor),
-                )
-            },
-        }
-    )
 
 
 def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -336,3 +266,49 @@ def _filled(saved: Sequence[Any], results: Tensors, given: Tensors) -> str | Non
         "the gradient of a value that masked_fill fills in is summed in an order that depends on the mask's data. Use "
         "torch.where(mask, value, x)"
     )
+
+
+# -- which ops -------------------------------------------------------------------------------------------------------
+
+_WITHOUT_AUTOCAST = (aten._trilinear.default, aten.affine_grid_generator.default, aten.linalg_pinv.atol_rtol_tensor)
+_UPSAMPLED = (
+    aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten._upsample_nearest_exact1d,
+    aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d, aten.upsample_linear1d, aten.upsample_bilinear2d,
+    aten.upsample_bicubic2d, aten.upsample_trilinear3d,
+)  # fmt: skip
+_VALUES_ALONE: dict[Any, Callable[..., Any]] = {
+    aten.linalg_eigvals.default: aten._linalg_eigvals.default,
+    aten.linalg_eigvalsh.default: lambda a, UPLO="L": aten._linalg_eigh.default(a, UPLO, False)[0],
+    aten.linalg_svdvals.default: lambda a, driver=None: aten._linalg_svd.default(a, False, False, driver=driver)[1],
+}
+_DIFFERENTIATED = (
+    _Differentiated(aten.max.default, "Max", ("self", "result"), _evenly_distributed),
+    _Differentiated(aten.min.default, "Min", ("self", "result"), _evenly_distributed),
+    _Differentiated(aten.median.default, "Median", ("self", "result"), _evenly_distributed),
+    _Differentiated(aten.nanmedian.default, "Nanmedian", ("self", "result"), _evenly_distributed),
+    _Differentiated(aten.prod.default, "Prod", ("self",), _product),
+    _Differentiated(aten.prod.dim_int, "Prod", ("self",), _product),
+    _Differentiated(aten.cumprod.default, "Cumprod", ("self", "dim"), _cumulative_product),
+    _Differentiated(aten.cumprod_.default, "Cumprod", ("self", "dim"), _cumulative_product),
+    _Differentiated(aten.linalg_householder_product.default, "LinalgHouseholderProduct", ("input", "tau"), _laid_out),
+    _Differentiated(aten.ormqr.default, "Ormqr", ("self", "input2"), _laid_out),
+    _Differentiated(
+        aten.binary_cross_entropy_with_logits.default,
+        "BinaryCrossEntropyWithLogits",
+        ("self", "target", "weight", "pos_weight", "reduction"),
+        _bce_with_logits,
+    ),
+)
+_EXCHANGED_OPS = private.InPlaceOf(
+    {
+        aten.matmul.default: _matmul,
+        aten.linear.default: _linear,
+        aten.cross_entropy_loss.default: _cross_entropy,
+        aten.masked_fill.Tensor: functools.partial(_masked_fill, aten.masked_fill.Tensor),
+        aten.masked_fill_.Tensor: functools.partial(_masked_fill, aten.masked_fill_.Tensor),
+        **{op: functools.partial(_values_alone, op, alone) for op, alone in _VALUES_ALONE.items()},
+        **{op.vec: functools.partial(_upsampled, op) for op in _UPSAMPLED},
+        **{op: functools.partial(_without_autocast, op) for op in _WITHOUT_AUTOCAST},
+        **{one.op: one for one in _DIFFERENTIATED},
+    }
+)

@@ -157,20 +157,19 @@ class OutputTemplate:
         self._trees.append(self._without_tensors(value, f"attribute {owner}.{key}"))
 
     def _without_tensors(self, value: Any, name: str) -> _Tree:
-        leaves, spec = pytree.tree_flatten(value)
-        kept: list[Any] = []
-        for path, leaf in zip(leaf_names(value, len(leaves)), leaves, strict=True):
+        def kept(path: str, leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
-                kept.append(_Slot(self.add(leaf, name + path)))
-                continue
+                return _Slot(self.add(leaf, name + path))
             if private.is_symbolic(leaf):
-                kept.append(leaf)
-                continue
+                return leaf
             inner, closed = _tensors_inside(leaf, set(self._shared))
             self.out_of_reach += [f"{name}{path} ({type(thing).__name__})".strip() for thing in closed]
             indices = tuple(self.add(tensor, f"{name}{path}.{number}") for number, tensor in enumerate(inner))
-            kept.append(_Object(leaf, tuple(inner), indices) if inner else leaf)
-        return _Tree(spec, tuple(kept))
+            return _Object(leaf, tuple(inner), indices) if inner else leaf
+
+        leaves, spec = pytree.tree_flatten(value)
+        paths = leaf_names(value, len(leaves))
+        return _Tree(spec, tuple(kept(path, leaf) for path, leaf in zip(paths, leaves, strict=True)))
 
     def add(self, tensor: torch.Tensor, name: str) -> int:
         """The position of a tensor among `tensors`, to which it is added if it is new."""
@@ -186,20 +185,16 @@ class OutputTemplate:
 
         number: gives the expression for a number that depends on sizes which vary.
         """
-        self._trees = [self._emptied(tree, number) for tree in self._trees]
-        self.tensors = []
 
-    def _emptied(self, tree: _Tree, number: Callable[[Any], Any]) -> _Tree:
-        leaves = []
-        for leaf in tree.leaves:
-            if private.is_symbolic(leaf):
-                leaf = number(leaf)
+        def emptied(leaf: Any) -> Any:
             if isinstance(leaf, _Object):
                 empty = tuple(torch.empty(0) for _ in leaf.tensors)
                 memo = self._shared | {id(old): new for old, new in zip(leaf.tensors, empty, strict=True)}
-                leaf = _Object(copy.deepcopy(leaf.template, memo), empty, leaf.indices)
-            leaves.append(leaf)
-        return _Tree(tree.spec, tuple(leaves))
+                return _Object(copy.deepcopy(leaf.template, memo), empty, leaf.indices)
+            return number(leaf) if private.is_symbolic(leaf) else leaf
+
+        self._trees = [_Tree(tree.spec, tuple(map(emptied, tree.leaves))) for tree in self._trees]
+        self.tensors = []
 
     def plain(self, numbers: Numbers = ()) -> tuple[Any, ...]:
         """All but the tensors: structures, positions of tensors, and other leaves. An object is there as its class.
@@ -220,17 +215,15 @@ class OutputTemplate:
         return [self._filled(tree, tensors, numbers) for tree in self._trees[1:]]
 
     def _filled(self, tree: _Tree, tensors: Sequence[torch.Tensor], numbers: Numbers) -> Any:
-        leaves = []
-        for leaf in tree.leaves:
+        def filled(leaf: Any) -> Any:
             if isinstance(leaf, _Slot):
-                leaves.append(tensors[leaf.index])
-            elif isinstance(leaf, _Object):
-                memo = dict(self._shared)
-                memo.update((id(old), tensors[i]) for old, i in zip(leaf.tensors, leaf.indices, strict=True))
-                leaves.append(copy.deepcopy(leaf.template, memo))
-            else:
-                leaves.append(_number(leaf, numbers))
-        return pytree.tree_unflatten(leaves, tree.spec)
+                return tensors[leaf.index]
+            if isinstance(leaf, _Object):
+                new = {id(old): tensors[i] for old, i in zip(leaf.tensors, leaf.indices, strict=True)}
+                return copy.deepcopy(leaf.template, self._shared | new)
+            return _number(leaf, numbers)
+
+        return pytree.tree_unflatten(map(filled, tree.leaves), tree.spec)
 
 
 def _number(leaf: Any, numbers: Numbers) -> Any:
@@ -293,11 +286,8 @@ def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], lis
     if isinstance(thing, GeneratorType) or private.is_symbolic(thing):
         return [], [thing]
     children, are_copied = _children(thing)
-    tensors, closed = list[torch.Tensor](), list[Any]()
-    for child in children:
-        inside = _tensors_inside(child, seen)
-        tensors += inside[0]
-        closed += inside[1]
+    inside = [_tensors_inside(child, seen) for child in children]
+    tensors, closed = [t for found, _ in inside for t in found], [c for _, found in inside for c in found]
     return (tensors, closed) if are_copied else ([], [thing] if tensors or closed else [])
 
 

@@ -23,7 +23,7 @@ class CountedRandom:
     """Writes random ops to a trace as functions of seeds. run: runs an op and writes it to the trace."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
-        self._run, self._ops = run, private.seed_ops()
+        self._run, (self._draw_op, self._uniform_op) = run, private.seed_ops()
         self._seeds: dict[torch.device, tuple[torch.Tensor, int]] = {}  # and how many are used
 
     def instead(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -43,9 +43,9 @@ class CountedRandom:
         device = tensor.device
         seeds, used = self._seeds.get(device, (None, _SEEDS))
         if used == _SEEDS:
-            seeds, used = self._run(self._ops.draw, _SEEDS, device), 0
+            seeds, used = self._run(self._draw_op, _SEEDS, device), 0
         assert seeds is not None
         self._seeds[device] = seeds, used + 1
         seed = self._run(aten.select.int, seeds, 0, used)
-        uniform: torch.Tensor = self._run(self._ops.uniform, list(tensor.shape), seed, "rand")
+        uniform: torch.Tensor = self._run(self._uniform_op, list(tensor.shape), seed, "rand")
         return uniform

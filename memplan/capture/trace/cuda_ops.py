@@ -8,9 +8,7 @@ PyTorch's own choice.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ AttentionKernel = Literal["cudnn", "flash", "efficient", "math"]
 _HALF = (torch.float16, torch.bfloat16)
 _SINCE_2_14 = torch.__version__ >= "2.14"
 _CAPABILITY: ContextVar[Capability] = ContextVar("_CAPABILITY")
-_MAKING = threading.Lock()  # PyTorch takes a kernel for an op but once
 
 
 @contextlib.contextmanager
@@ -39,19 +36,12 @@ def as_on_cuda(capability: Capability | None) -> Iterator[None]:
     if capability is None:
         yield
         return
-    with _MAKING:
-        ops = _exchanged_ops()
     token = _CAPABILITY.set(capability)
     try:
-        with ops.active():
+        with _EXCHANGED_OPS.active():
             yield
     finally:
         _CAPABILITY.reset(token)
-
-
-@functools.cache
-def _exchanged_ops() -> private.InPlaceOf:
-    return private.InPlaceOf({"dropout": _dropout, "scaled_dot_product_attention": _attention}, inner=True)
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -97,17 +87,18 @@ def _attention(
             result = found if found.shape[-1] == q.shape[-1] else found[..., : q.shape[-1]]
         else:
             if kernel == "efficient" and mask is not None:
-                mask = _aligned(mask).expand(*q.shape[:3], k.shape[2])
+                if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
+                    # Rows have to begin at multiples of eight elements.
+                    mask = F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+                mask = mask.expand(*q.shape[:3], k.shape[2])
             op = getattr(aten, f"_scaled_dot_product_{kernel}_attention").default
             result = op(q, k, v, mask, call.is_differentiated, dropout_p, is_causal, scale=scale)[0]
     return result  # type: ignore[no-any-return]
 
 
-def _aligned(mask: torch.Tensor) -> torch.Tensor:
-    """A mask with rows that begin at multiples of eight elements."""
-    if mask.stride(-1) == 1 and not any(stride % 8 for stride in mask.stride()[:-1]):
-        return mask
-    return F.pad(mask, (0, 8 - mask.shape[-1] % 8))[..., : mask.shape[-1]]
+_EXCHANGED_OPS = private.InPlaceOf(
+    {aten.dropout.default: _dropout, aten.scaled_dot_product_attention.default: _attention}, inner=True
+)
 
 
 @dataclass(frozen=True, slots=True)

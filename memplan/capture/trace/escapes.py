@@ -12,7 +12,7 @@ import gc
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from types import CellType, FrameType, ModuleType
 from typing import Any
 
@@ -21,6 +21,22 @@ import torch
 from memplan import torch_private as private
 from memplan.capture.ops.ways import Never, Refusal
 from memplan.errors import UnsupportedModel
+
+
+@contextlib.contextmanager
+def without_collections() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector from running.
+
+    While a trace is made, it would go through all objects of the process again and again, and find nothing, because
+    what a trace consists of stays. One full collection takes half a second where a large library is loaded.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class MadeTensors:
@@ -61,12 +77,9 @@ class MadeTensors:
         What was made while Python's collector was off is in its youngest generation, so only that is collected. A
         tensor without a holder is in autocast's cache, in a context of the caller.
         """
-        if not self._there():
-            return []
-        gc.collect(0)
+        if self._there():
+            gc.collect(0)
         escaped = self._there()
-        if not escaped:
-            return []
         wanted: list[Any] = list(escaped)
         found, holders = list[Any](), list[Any]()
         while wanted:

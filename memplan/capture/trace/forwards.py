@@ -19,19 +19,15 @@ _WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
 
 
 @contextlib.contextmanager
-def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
-    """A context in which modules have other forwards; None is the one of their class. All are put back at the end.
+def forwards_exchanged(forwards: Mapping[nn.Module, Forward]) -> Iterator[None]:
+    """A context in which modules have other forwards.
 
     Where Dynamo looks at a call of a module, in a branch of `torch.cond` say, the module keeps the forward that it has.
     """
-    kept = [(vars(module), vars(module).get("forward")) for module in forwards]
-    try:
+    with contextlib.ExitStack() as stack:
         for module, forward in forwards.items():
-            _set_forward(vars(module), forward and _but_for_dynamo(module.forward, forward))
+            stack.enter_context(private.exchanged(module, forward=_but_for_dynamo(module.forward, forward)))
         yield
-    finally:
-        for table, own in kept:
-            _set_forward(table, own)
 
 
 def _but_for_dynamo(original: Forward, exchanged: Forward) -> Forward:
@@ -40,13 +36,6 @@ def _but_for_dynamo(original: Forward, exchanged: Forward) -> Forward:
         return (original if torch.compiler.is_dynamo_compiling() else exchanged)(*args, **kwargs)
 
     return forward
-
-
-def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
-    if forward is None:
-        table.pop("forward", None)
-    else:
-        table["forward"] = forward
 
 
 def calls_exchanged(
@@ -92,10 +81,11 @@ def calls_exchanged(
         return _but_for_dynamo(function, call)
 
     modules = {m: of_module(path, m) for path, m in model.named_modules() if path in callables}
-    wholly = {m: call for m, call in modules.items() if is_wholly_called(m)}
     kinds = {kind: by_class(kind) for kind in callables if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    wholly: dict[Any, Any] = {**{m: call for m, call in modules.items() if is_wholly_called(m)}, **kinds}
     stack.enter_context(forwards_exchanged({m: call for m, call in modules.items() if m not in wholly}))
-    stack.enter_context(private.calls_instead({**wholly, **kinds}))
+    for home, call in wholly.items():
+        stack.enter_context(private.calls_instead(home, call))
     for function, home, name in {key[:3] for key in named}:
         if vars(home).get(name) is function:  # it was, when it was found
             stack.enter_context(private.exchanged(home, **{name: by_name(function, home, name)}))

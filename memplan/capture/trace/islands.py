@@ -27,7 +27,7 @@ from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import Island
-from memplan.capture.ops.island_facts import numbers_in, with_numbers
+from memplan.capture.ops.island_call import numbers_in, with_numbers
 from memplan.capture.ops.island_ops import BACKWARD, FORWARD
 from memplan.capture.ops.places import Layout, Place
 from memplan.capture.ops.ways import Calls, MakeIslands, Refusal
@@ -100,12 +100,8 @@ class Arguments:
     def of(args: Any, kwargs: Any, state: Mapping[str, torch.Tensor] = {}, nested: bool = True) -> Arguments:
         """The arguments of a call. nested: look for tensors in containers, as autograd does not for a function."""
         leaves, spec = pytree.tree_flatten((args, kwargs)) if nested else (args, None)
-        places: dict[int, int] = {}
-        tensors = list[torch.Tensor]()
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
-                places[id(leaf)] = len(tensors)
-                tensors.append(leaf)
+        tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
         static = (spec, *(TensorAt(places[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves))
         return Arguments(static, (*tensors, *state.values()), len(tensors))
 
@@ -163,7 +159,8 @@ class IslandsTraced:
         def traced(called: Any, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
             return self._in_place_of(called, Arguments.of(args, kwargs, state_given(called, module)), module)
 
-        return calls_exchanged(model, self._callables | marked_in(model), traced)
+        marked = {Opaque, *(path for path, m in model.named_modules() if path and _MARK in vars(m))}
+        return calls_exchanged(model, self._callables | marked, traced)
 
     def _in_place_of(self, called: Any, arguments: Arguments, module: nn.Module | None = None) -> Any:
         """The fake outputs of an island, computed by its forward op."""
@@ -273,11 +270,6 @@ def opaque(thing: Callable[..., Any]) -> Any:
     marked = thing if isinstance(thing, nn.Module) else Opaque(thing)
     vars(marked)[_MARK] = True
     return marked
-
-
-def marked_in(model: nn.Module) -> set[Any]:
-    """Paths of modules that are marked, and the class of functions that are."""
-    return {Opaque, *(path for path, m in model.named_modules() if path and _MARK in vars(m))}
 
 
 def refuse_reads(islands: Collection[Island], model: nn.Module, reads: AttributeReads) -> None:

@@ -30,50 +30,25 @@ _UNFIT_TAGS = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Ta
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorLayout:
-    """How a tensor lies in its memory."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _TensorLayout:
-        return _TensorLayout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)  # type: ignore[arg-type]
-
-    def within(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """A tensor of this layout in memory on the meta device."""
-        return private.meta_within(memory, self.dtype, self.offset, self.shape, self.stride)
-
-
-@dataclass(frozen=True, slots=True)
 class _Result:
     """One tensor that an op gives.
 
     - argument: the tensor among the arguments that it is (where `same`), or in whose memory it lies; None for one in
       memory of its own.
     - same: whether it is that argument itself.
+    - layout: its dtype, offset, shape and strides.
     - own_bytes: size of the memory of its own; 0 where it lies in that of an argument.
     """
 
     argument: int | None
     same: bool
-    layout: _TensorLayout
+    layout: tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
     device: torch.device
     own_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """What an op gives.
-
-    - kind: list or tuple where there may be several results.
-    - results: None among them is one that was not asked for.
-    """
-
-    kind: type | None
-    results: tuple[_Result | None, ...]
+# What an op gives: list or tuple where there may be several results, and these. None is one that was not asked for.
+_Results = tuple[type | None, tuple[_Result | None, ...]]
 
 
 class _OpCall:
@@ -180,7 +155,7 @@ def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call
     """The results of a view, and nodes for them in the trace."""
     (tensor,) = call.tensors
     with private.without_modes():
-        results = func(_TensorLayout.of(tensor).within(tensor.untyped_storage()), *args[1:], **call.kwargs)
+        results = func(private.meta_within(tensor.untyped_storage(), *_layout(tensor)), *args[1:], **call.kwargs)
     node = recording.write(func, call.args, call.kwargs)
     if isinstance(results, torch.Tensor):
         return _bound(recording, node, results, tensor.device)
@@ -209,23 +184,23 @@ def _bound(
 
 def _repeated(recording: private.Recording, func: Any, call: _OpCall, known: _Results) -> Any:
     """Known results of an op once more, and nodes for them in the trace."""
-    node = recording.write(func, call.args, call.kwargs)
+    node, (kind, results) = recording.write(func, call.args, call.kwargs), known
     outputs, seen = list[Any](), list[Any]()
-    for index, result in enumerate(known.results):
-        place = node if known.kind is None else recording.write(operator.getitem, (node, index), {})
+    for index, result in enumerate(results):
+        place = node if kind is None else recording.write(operator.getitem, (node, index), {})
         output = None
         if result is not None:
             home = None if result.argument is None else call.tensors[result.argument]
             with private.without_modes(), recording.unwritten():
                 memory = private.meta_memory(result.own_bytes) if home is None else home.untyped_storage()
-                contents = result.layout.within(memory)
+                contents = private.meta_within(memory, *result.layout)
             output = _bound(recording, place, contents, result.device, home if result.same else None)
         outputs.append(output)
         seen.append(place.meta.get("val"))
-    if known.kind is None:
+    if kind is None:
         return outputs[0]
-    node.meta["val"] = known.kind(seen)
-    return known.kind(outputs)
+    node.meta["val"] = kind(seen)
+    return kind(outputs)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -251,7 +226,7 @@ def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: An
         kind and type(node.meta["val"]) is not kind
     ):
         return None
-    return _Results(kind, results)
+    return kind, results
 
 
 def _result(recording: private.Recording, output: Any, given: Sequence[torch.Tensor]) -> _Result | None:
@@ -260,19 +235,22 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
         return None
     if output.is_conj() or output.is_neg() or output.is_inference():
         return None
-    layout, storage = _TensorLayout.of(output), storage_key(output)
-    around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage]
+    around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage_key(output)]
     if len(around) > 1:
         return None  # in whose memory it would lie were they not in one is not known
     same = bool(around) and given[around[0]] is output
     if output.requires_grad and not same:
         return None
     if around:
-        return _Result(around[0], same, layout, output.device)
+        return _Result(around[0], same, _layout(output), output.device)
     with private.without_modes(), recording.unwritten():
-        own = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").untyped_storage()
-        sizes = (layout.offset, own.nbytes(), output.untyped_storage().nbytes())
+        own = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype, device="meta").untyped_storage()
+        sizes = (output.storage_offset(), own.nbytes(), output.untyped_storage().nbytes())
     offset, own_bytes, held_bytes = map(private.key_of_size, sizes)
     if offset != 0 or own_bytes != held_bytes:
         return None
-    return _Result(None, False, layout, output.device, own.nbytes())
+    return _Result(None, False, _layout(output), output.device, own.nbytes())
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, ...]]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()  # type: ignore[return-value]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, evaluate
-from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.layout import is_dense, storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.ops.sizes import SymbolicInputs
@@ -22,10 +21,8 @@ from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
+from memplan.capture.trace.raw_trace import OTHER_READS, Answer, AttributeRead, Guard, TraceNotes
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
-from memplan.capture.trace.sums import is_odd
-from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
@@ -62,19 +59,14 @@ class OpWatch(private.TorchDispatchMode):
         self._views: list[torch.Tensor] = []  # of real tensors
         self._symbolic = symbolic
         self._random = CountedRandom(self._run) if counted else None
-        self._around = contextlib.ExitStack()
 
     def __enter__(self) -> OpWatch:
         self._recording, self._depth = private.Recording(), stack_depth()
         self._dataflow, self._known = Dataflow(private.tracer_graph()), dict[fx.Node, Any]()
-        self._around.enter_context(private.higher_order_ops_refused(self._refuse_higher_order))
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._around.close()
-
-    def _refuse_higher_order(self, name: str) -> None:
+    def refuse_higher_order(self, name: str) -> None:
+        """Raise a Refusal for a call of a higher-order op."""
         raise Refusal(
             f"{name} is a higher-order op, which can't be part of a plan: module {self._notes.module}, at "
             f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own",
@@ -85,8 +77,9 @@ class OpWatch(private.TorchDispatchMode):
         return self.__torch_dispatch__(op, (), args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if isinstance(func, private.HigherOrderOperator):
-            self._refuse_higher_order(str(func))
+            self.refuse_higher_order(str(func))
         if private.is_of_dtensors(types):
             return NotImplemented
         if private.is_wait(func):  # the op that begins a collective is over when it returns, in a plan
@@ -97,7 +90,15 @@ class OpWatch(private.TorchDispatchMode):
         if func is aten._ctc_loss.Tensor:
             longest = self._run(private.READ_SCALAR, self._run(aten.max.default, args[3]))
             return private.ctc_loss(args[0], args[1], args[2], args[3], longest, *args[4:])
-        self._look_at_writes(func, args, kwargs or {})
+        for tensor in written_by(func, args, kwargs):
+            if not isinstance(tensor, private.FakeTensor):  # ops on real tensors alone do run
+                self._memory.keep(tensor, self._notes.around())
+            elif any(storage_key(view) == storage_key(tensor) for view in self._views):
+                raise UnsupportedModel(
+                    f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
+                    f"{self._notes.module}, at {caller_line()}; a planned step would not. "
+                    "Register the tensor as a buffer"
+                )
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
         if func is private.READ_SCALAR:
@@ -108,14 +109,14 @@ class OpWatch(private.TorchDispatchMode):
                 value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
                 self._notes.answers.append(Answer(private.number_here(value), place))
                 return value
-        trace = functools.partial(self._trace, func, args, kwargs or {})
+        trace = functools.partial(self._trace, func, args, kwargs)
         if private.has_shape_of_data(func):
             outputs = trace()
         else:
-            outputs = self._memo.run(self._recording, func, args, kwargs or {}, trace)
+            outputs = self._memo.run(self._recording, func, args, kwargs, trace)
         self._made.note(tensors_of(outputs))
         if func is torch.ops.aten.add.Tensor and self._notes.template is not None:
-            outputs = self._summed(outputs, *args, **(kwargs or {}))
+            outputs = self._summed(outputs, *args, **kwargs)
         if any(result.alias_info is not None for result in func._schema.returns):
             if isinstance(args[0], torch.Tensor) and not isinstance(args[0], private.FakeTensor):
                 self._views += [t for t in tensors_of(outputs) if isinstance(t, private.FakeTensor)]
@@ -125,7 +126,10 @@ class OpWatch(private.TorchDispatchMode):
         """The result of an addition in backward, with the strides that it has where eager adds in place."""
         number, self._notes.additions = self._notes.additions, self._notes.additions + 1
         tensors = isinstance(first, private.FakeTensor) and isinstance(second, private.FakeTensor)
-        if alpha != 1 or not tensors or first._is_view() or not is_odd(first, second, total) or in_python_backward():
+        if alpha != 1 or not tensors or first._is_view() or first.stride() == total.stride():
+            return total
+        alike = first.shape == second.shape == total.shape and first.dtype == second.dtype == total.dtype
+        if not alike or not is_dense(first) or in_python_backward():
             return total
         if number in self._notes.in_place:
             return private.with_layout(total, stride=first.stride())
@@ -133,21 +137,6 @@ class OpWatch(private.TorchDispatchMode):
         if nodes[0] is not None and nodes[1] is not None:
             self._notes.odd_sums.append((number, nodes[0], nodes[1]))
         return total
-
-    def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep the memory of real tensors that ops write to, because ops on real tensors alone do run.
-
-        Raises UnsupportedModel where a write would be lost.
-        """
-        for tensor in written_by(func, args, kwargs):
-            if not isinstance(tensor, private.FakeTensor):
-                self._memory.keep(tensor, self._notes.around())
-            elif any(storage_key(view) == storage_key(tensor) for view in self._views):
-                raise UnsupportedModel(
-                    f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
-                    f"{self._notes.module}, at {caller_line()}; a planned step would not. "
-                    "Register the tensor as a buffer"
-                )
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = [t for t in written_by(func, args, kwargs) if isinstance(t, private.FakeTensor)]
@@ -190,15 +179,14 @@ class OpWatch(private.TorchDispatchMode):
                 with self._recording.unwritten():
                     size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
             fixed = tuple(None if private.is_symbolic(n) else n for n in size)
-            self._notes.scalar_reads.append(ScalarRead(node, fixed, self._notes.place(caller_line())))
+            self._notes.scalar_reads.append(Guard(node, fixed, self._notes.place(caller_line())))
             return private.with_layout(output, size=size, stride=stride)
 
         return pytree.tree_map(sized, outputs)
 
     def _selected(self, func: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
         """What masks select. Its shape depends on how many elements of the masks are true, and on no other data."""
-        x = args[0]
-        picks = args[1]
+        x, picks = args[:2]
         if func is aten.masked_select.default:
             picks = [self._run(aten.expand.default, picks, torch.broadcast_shapes(x.shape, picks.shape))]
         masks = [pick.dtype in (torch.bool, torch.uint8) if pick is not None else False for pick in picks]
@@ -270,13 +258,12 @@ class OpWatch(private.TorchDispatchMode):
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
         number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.scalar_reads), value)
         varies = private.is_symbolic(number)
-        self._notes.scalar_reads.append(ScalarRead(node, None if varies else value, self._notes.place(source)))
+        self._notes.scalar_reads.append(Guard(node, None if varies else value, self._notes.place(source)))
         if varies:
             self._recording.bind_number(number, node)
         return number
 
 
 def _draws(closure: Sequence[fx.Node]) -> bool:
-    """Whether nodes depend on random numbers."""
     calls = (n for n in closure if n.op == "call_function")
     return any(op_facts.draws_random_numbers(n.target, n.args, n.kwargs) for n in calls)

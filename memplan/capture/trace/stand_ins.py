@@ -1,19 +1,23 @@
-"""What a step must leave as it is, or a plan would lose it: gradients in `.grad`, containers that were passed in, ...
+"""What Python does to tensors of a step without an op: a plan would lose it.
 
 A trace runs forward and backward on stand-ins of the model's and the call's tensors. What ops do to these is in the
-trace. Other Python effects on them are not:
+trace, and so is a hook that changes a gradient. Other Python effects are not:
 
     batch["aux"] = loss          # an argument that is a container
     loss.backward()              # within forward: gradients land in .grad
     x.requires_grad_()           # an argument becomes a leaf of the graph
     self.weight.data = other     # memory is exchanged
     x.note = "seen"              # an argument gets an attribute
+    y.register_hook(print)       # a hook only looks at a gradient
+    y.retain_grad()              # a gradient is retained
 
 Attributes that forward reads from these tensors are noted, because they may change from call to call.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import sys
 from collections.abc import Mapping
@@ -22,12 +26,15 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import ABSENT, is_plain
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import LetRequireGrad, Refusal
+from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
+_ONLY_WAIT = ("deepspeed", "memplan", "torch.distributed")
 _READ_NOTHING = ("torch", "deepspeed", "memplan")  # packages in which such an attribute does not change what ops run
 
 
@@ -53,14 +60,42 @@ class StandIns:
         self.reads: dict[tuple[str, str], Any] = {}
         self._fresh: set[int] = set()  # arguments that came to require grad before an op read them
 
-    def note_requires_grad(self, tensor: torch.Tensor) -> None:
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which forward may put hooks on tensors that change gradients.
+
+        Raises UnsupportedModel, from forward or its backward, for hooks that only look at gradients, where forward
+        retains a gradient, and where it exchanges the memory of a tensor.
+        """
+        method: Any = torch.Tensor.requires_grad_
+        setter: Any = torch.Tensor.requires_grad
+        data: Any = torch.Tensor.data
+
+        def requires(tensor: torch.Tensor, wanted: bool = True) -> Any:
+            self._note_requires_grad(tensor)
+            return method(tensor, wanted)
+
+        def set_requires(tensor: torch.Tensor, wanted: bool) -> None:
+            self._note_requires_grad(tensor)
+            setter.__set__(tensor, wanted)
+
+        return private.exchanged(
+            private.FakeTensor,
+            register_hook=_register,
+            retain_grad=_retain,
+            requires_grad_=requires,
+            requires_grad=property(setter.__get__, set_requires),
+            data=property(data.__get__, _exchange),
+            __getattr__=lambda tensor, name: self._read(tensor, name),
+        )
+
+    def _note_requires_grad(self, tensor: torch.Tensor) -> None:
         """Note that `requires_grad` of a tensor is about to be set."""
         if any(tensor is given for given in self._given.values()):
             node = private.tracer_node(tensor)
             if node is not None and not node.users:
                 self._fresh.add(id(tensor))
 
-    def read(self, tensor: torch.Tensor, key: str) -> Any:
+    def _read(self, tensor: torch.Tensor, key: str) -> Any:
         """The value of an attribute that a tensor of the trace does not have, from the tensor that it stands for.
 
         Raises AttributeError if that tensor does not have it either, UnsupportedModel if the value may change in place.
@@ -114,3 +149,47 @@ class StandIns:
                 f"forward calls requires_grad_() on {', '.join(started)}; a planned step would not",
                 LetRequireGrad(tuple(names.index(name) for name in started)),
             )
+
+
+def only_waits(hook: Any) -> bool:
+    """Whether a hook only has to know when a gradient arrives, to gather sharded parameters then."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return f"{getattr(hook, '__module__', '')}.".startswith(tuple(f"{home}." for home in _ONLY_WAIT))
+
+
+def _register(tensor: torch.Tensor, hook: Any) -> Any:
+    where = caller_line()
+    state = None if only_waits(hook) else state_behind(hook)
+    if state is not None:
+        raise UnsupportedModel(
+            f"forward puts a hook on a tensor, at {where}, that reads {state}, which may change between forward and "
+            "backward; a planned step would not notice"
+        )
+
+    def hooked(gradient: Any) -> Any:
+        version = gradient._version
+        result = hook(gradient)
+        if result is None and gradient._version == version:
+            raise UnsupportedModel(
+                f"forward puts a hook on a tensor, at {where}, that only looks at its gradient; a planned step would "
+                "not call it"
+            )
+        return result
+
+    register: Any = torch.Tensor.register_hook
+    return register(tensor, hook if only_waits(hook) else hooked)
+
+
+def _exchange(tensor: torch.Tensor, value: Any) -> None:
+    raise UnsupportedModel(
+        f"the memory of a tensor is exchanged (.data = ...), at {caller_line()}; a planned step would not. Write to it "
+        "in place under torch.no_grad(), or compute another tensor"
+    )
+
+
+def _retain(tensor: torch.Tensor) -> None:
+    if not tensor.is_leaf:
+        raise UnsupportedModel(
+            f"forward retains the gradient of a tensor, at {caller_line()}; a planned step would not"
+        )

@@ -16,10 +16,10 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes_kept import SetValue
-from memplan.capture.attributes.kept_memory import KeptMemory
+from memplan.capture.attributes.kept_memory import KeptMemory, results_forgotten
 from memplan.capture.attributes.named_state import backward_depends_on
-from memplan.capture.attributes.remembered import results_forgotten
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
@@ -34,11 +34,9 @@ from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace, TraceNotes
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
-from memplan.capture.trace.tensor_hooks import watching_tensors
-from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
 
 
@@ -80,7 +78,8 @@ class TraceRequest(TraceOptions):
     - moves_inputs: the call's tensors may be elsewhere, and stand for tensors on the device.
     - memory: keeps what forward writes to of tensors that are neither parameters, buffers nor inputs, and puts it back
       when the caller says so.
-    - in_place: numbers of additions in backward that eager makes in place, as `sums` tells from an earlier trace.
+    - in_place: numbers of additions in backward that eager makes in place, as an earlier trace tells.
+    - reads: notes the attributes that the step reads.
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
     - made: notes the tensors of the trace. None of them may outlive it.
     """
@@ -94,8 +93,9 @@ class TraceRequest(TraceOptions):
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     memo: Memo = field(default_factory=Memo)
     moves_inputs: bool = True
-    memory: KeptMemory | None = None
+    memory: KeptMemory = field(default_factory=KeptMemory)
     in_place: frozenset[int] = frozenset()
+    reads: AttributeReads = field(default_factory=lambda: AttributeReads([]))
     left: Callable[[], Sequence[SetValue]] = tuple
     made: MadeTensors = field(default_factory=MadeTensors)
 
@@ -106,7 +106,8 @@ def trace_step(request: TraceRequest) -> RawTrace:
     Raises UnsupportedModel, with the module and the source line, where the step can't be traced exactly. It is a
     `Refusal` if another request may help.
     """
-    return _StepTrace(request).made()
+    with request.reads.listening():
+        return _StepTrace(request).made()
 
 
 class _StepTrace:
@@ -129,24 +130,34 @@ class _StepTrace:
             self._notes.seen = (answer for answer in request.seen if isinstance(answer.value, bool))
 
     def made(self) -> RawTrace:
-        """The trace."""
-        request = self._request
+        request, device = self._request, self._request.device
+        # Parameters, buffers and inputs as the trace has them, on the device of the plan.
+        state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
+        for index, name in enumerate(self._parameters):
+            if name in request.shapes:
+                state[index] = torch.empty(request.shapes[name], dtype=state[index].dtype, device="meta")
         symbolic = None
         if request.varying:
-            moved_to = request.device if request.moves_inputs else None
+            moved_to = device if request.moves_inputs else None
             symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
-        stand_ins = self._stand_ins(symbolic)
+            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
+        else:
+            inputs = [t.detach() for t in self._inputs]
+            if request.moves_inputs:
+                inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
+            if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
+                state, inputs = private.fakes_on(device, state, inputs)
 
         def watched(*args: Any) -> Any:
-            with watch:
+            with private.higher_order_ops_refused(watch.refuse_higher_order), watch:
                 return self._step(*args)
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(private.TRACING)
-            stack.enter_context(torch.autocast(request.device.type, enabled=False))
+            stack.enter_context(torch.autocast(device.type, enabled=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(private.not_tracing_for_transformers())
-            stack.enter_context(generator_kept(request.device, lambda: self._notes.drew))
+            stack.enter_context(generator_kept(device, lambda: self._notes.drew))
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(self._notes.noting_checkpoints())
             stack.enter_context(as_without_modes())
@@ -155,11 +166,11 @@ class _StepTrace:
             self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
-            memory = request.memory or stack.enter_context(KeptMemory())
-            watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted, symbolic)
+            watch = OpWatch(self._notes, request.memo, request.memory, request.made, request.counted, symbolic)
             try:
                 symbols = None if symbolic is None else symbolic.symbols
-                graph_module = private.trace_with_fakes(watched, *stand_ins, symbols=symbols)
+                count = len(self._parameters)
+                graph_module = private.trace_with_fakes(watched, state[:count], state[count:], inputs, symbols=symbols)
                 if symbols is not None:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
             except MemoryError:
@@ -168,24 +179,6 @@ class _StepTrace:
                 is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
                 raise self._in_words(error) from error.__cause__ if is_refusal else error
         return self._raw(graph_module, symbolic)
-
-    def _stand_ins(
-        self, symbolic: SymbolicInputs | None
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-        """Parameters, buffers and inputs as the trace has them, on the device of the plan."""
-        device, inputs = self._request.device, [t.detach() for t in self._inputs]
-        if self._request.moves_inputs:
-            inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
-        state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
-        for index, name in enumerate(self._parameters):
-            if name in self._request.shapes:
-                state[index] = torch.empty(self._request.shapes[name], dtype=state[index].dtype, device="meta")
-        if symbolic is not None:
-            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
-        elif any(t.device.type != device.type for t in state):  # on the host, or on the meta device
-            state, inputs = private.fakes_on(device, state, inputs)
-        count = len(self._parameters)
-        return state[:count], state[count:], inputs
 
     def _in_words(self, error: Exception) -> Exception:
         """The refusal of a step for an error from its trace."""
@@ -242,7 +235,7 @@ class _StepTrace:
         with (
             private.seeding_refused(seeding_itself),
             private.numbers_read_by_tensor(),
-            watching_tensors(stand_ins.note_requires_grad, stand_ins.read),
+            stand_ins.watching(),
             in_place_of_state(self._request.model, state),
         ):
             template = self._forward(*arguments)
@@ -338,7 +331,14 @@ class _StepTrace:
                 template.specs[index] = template.specs[index][0], spec
             if arriving is not None:
                 layout = arriving[index]
-                shape, stride = self._as_it_arrives(output, layout)
+                shape, stride = layout.shape, layout.stride
+                if self._request.varying:  # the layout may be that in a call of another size
+                    shape = output.shape
+                    if any(stride) and stride != dense_stride(layout.shape):
+                        raise UnsupportedModel(
+                            f"a gradient arrives with strides {stride}, of which nobody knows how they vary"
+                        )
+                    stride = dense_stride(shape) if any(stride) else stride
                 tangents.append(output.new_empty_strided(shape, stride, dtype=layout.dtype))
             elif self._request.expanded:
                 tangents.append(output.new_empty_strided(output.shape, [0] * output.dim()))
@@ -348,16 +348,6 @@ class _StepTrace:
             assert node is not None
             self._notes.tangents[index], tangents[-1] = node, private.with_spec(tangents[-1], spec)
         return chosen, tangents
-
-    def _as_it_arrives(self, output: torch.Tensor, layout: GradientLayout) -> tuple[Sequence[int], Sequence[int]]:
-        """(shape, stride) of the gradient of an output. layout: in a call that may be of another size."""
-        if not self._request.varying:
-            return layout.shape, layout.stride
-        if not any(layout.stride):
-            return output.shape, layout.stride
-        if tuple(layout.stride) == dense_stride(layout.shape):
-            return output.shape, dense_stride(output.shape)
-        raise UnsupportedModel(f"a gradient arrives with strides {layout.stride}, of which nobody knows how they vary")
 
     # -- what comes of it -------------------------------------------------------------------------------------------
 

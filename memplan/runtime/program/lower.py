@@ -17,11 +17,11 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import MetaTensor, Traced
-from memplan.capture.collector import without_collections
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import tensors_of
 from memplan.capture.ops.sizes import Expression, expressions_in, put
+from memplan.capture.trace.escapes import without_collections
 from memplan.problem.addresses import place_host_copies
 from memplan.problem.schedule import (
     Boundary,

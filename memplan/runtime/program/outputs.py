@@ -16,7 +16,7 @@ import torch
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
-from memplan.capture.trace.tensor_hooks import only_waits
+from memplan.capture.trace.stand_ins import only_waits
 
 _NEVER = -1  # the number of no backward pass
 

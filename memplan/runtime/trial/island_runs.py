@@ -27,8 +27,7 @@ from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.island import Island
-from memplan.capture.ops.island_call import IslandCost
-from memplan.capture.ops.island_facts import ForwardFacts
+from memplan.capture.ops.island_call import ForwardFacts, IslandCost
 from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
 from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
