@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memplan.problem.data import Problem, total_s
-from memplan.problem.schedule import Boundary, Compute, Offload, Prefetch, Schedule, SurfaceGrads, Wait
+from memplan.problem.schedule import Boundary, Compute, Drop, Offload, Prefetch, Schedule, SurfaceGrads, Wait
 
 CopyDirection = Literal["out", "in", "network"]
 Lane = CopyDirection | Literal["compute", "stall", "update"]
@@ -54,14 +54,16 @@ class _Lanes:
         """Run steps of one microbatch. arriving: when its copies will be done."""
         values, ops, time_s = self.problem.graph.values, self.problem.graph.ops, self.problem.costs.time_s
         for step in steps:
+            if type(step) is Drop:  # as most are
+                continue
             match step:
                 case Compute(op) if ops[op].is_asynchronous:
                     value = ops[op].outputs[0]
                     arriving[value] = self._occupy("network", value, 0.0, time_s[op])
                 case Compute(op):
-                    begin_s = self.time_s
+                    if self.spans is not None:
+                        self._note("compute", op, self.time_s, self.time_s + time_s[op])
                     self.time_s += time_s[op]
-                    self._note("compute", op, begin_s, self.time_s)
                 case Offload(value):
                     arriving[value] = self._copy(value, "out")
                 case Prefetch(value):

@@ -160,10 +160,12 @@ class _Machine:
                 self._wait(value)
             case DropHost(value):
                 self._drop_host(value)
-        self.live_peak = max(self.live_peak, self.live_bytes)
+        after_bytes = self.live_bytes + self.rng_bytes
+        if self.live_bytes > self.live_peak:
+            self.live_peak = self.live_bytes
         self.host_after.append(self.host_bytes)
-        self.after.append(self.live_bytes + self.rng_bytes)
-        self.during.append(max(most_bytes, self.after[-1]))
+        self.after.append(after_bytes)
+        self.during.append(most_bytes if most_bytes > after_bytes else after_bytes)
 
     def _compute(self, op: Op, index: int) -> int:
         values, live = self.graph.values, self.live
@@ -251,7 +253,7 @@ class _Machine:
             raise self._illegal(f"{value.name} is held from outside and can't be dropped")
         if not self.live[index]:
             raise self._illegal(f"{value.name} is dropped but not live")
-        if index in self.copying or self.sent[index]:
+        if index in self.copying or self.sent.get(index):
             raise self._illegal(f"{value.name} is dropped while it is being copied")
         self.live[index] = False
         self.live_bytes -= value.size_bytes
