@@ -25,6 +25,7 @@ from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.program.execute import may_run_again
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement
@@ -107,7 +108,7 @@ class PlannedForward:
                 with self.stepping_aside(), self.fetching():
                     return step.run(call)
             except Exception as error:
-                if not self.recovery.mends(error):
+                if not may_run_again(error):
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, PlannedStep) and not step.runner.written.for_good

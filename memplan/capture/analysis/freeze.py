@@ -10,6 +10,7 @@ from torch import fx
 from memplan.capture.analysis.draft import Draft, DraftOp
 from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import generator_state_bytes, tensor_text
 from memplan.capture.ops.real_results import is_unsteady
 from memplan.capture.ops.signature import op_kind, signature
@@ -22,12 +23,12 @@ Renumbering = dict[int, int]  # index of a value in the draft -> its index in th
 def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
     """Leave out ops whose results nothing reads.
 
-    Those that draw random numbers or write to what outlives the step stay.
+    Those that draw random numbers, write to what outlives the step, or run the user's Python stay.
     """
     needed = {o.value for o in outputs} | {g.value for g in draft.gradients}
     kept = []
     for op in reversed(draft.ops):
-        lasting = op.random or op.effects or not op.recomputable
+        lasting = op.random or op.effects or not op.recomputable or isinstance(op.target, IslandKernel)
         if lasting or any(v in needed for v in op.outputs):
             kept.append(op)
             needed.update(op.reads.values())

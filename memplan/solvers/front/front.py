@@ -125,11 +125,13 @@ def front_of_orders(
 
 
 def _sound(flat: Flat, order: Sequence[int]) -> Ints:
-    """An order as an array. Raises ValueError where an op is missing, or backward ops do not run in theirs."""
-    found = np.array(order, dtype=np.int64)
-    backward = found[(found < 0) | (found >= flat.arrays.boundary)]
+    """An order as an array. Raises ValueError where an op is missing or late, or backward ops do not run in theirs."""
+    a, found = flat.arrays, np.array(order, dtype=np.int64)
+    backward = found[(found < 0) | (found >= a.boundary)]
     missing = np.setdiff1d(np.arange(flat.op_count), found)
-    if found.ndim != 1 or len(missing) or not np.array_equal(backward, keep_all(flat)[flat.arrays.boundary :]):
+    late = np.setdiff1d(np.flatnonzero(~a.deferrable[: a.boundary]), found[: np.argmax(found < 0)])
+    strange = found.ndim != 1 or len(missing) or len(late)
+    if strange or not np.array_equal(backward, keep_all(flat)[a.boundary :]):
         raise ValueError("the order is that of another step")
     return found
 
