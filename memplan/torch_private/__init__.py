@@ -110,6 +110,7 @@ from memplan.torch_private.tensors import OpOverload as OpOverload
 from memplan.torch_private.tensors import alike as alike
 from memplan.torch_private.tensors import changes_ops as changes_ops
 from memplan.torch_private.tensors import is_allocated as is_allocated
+from memplan.torch_private.tensors import is_held_elsewhere as is_held_elsewhere
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
 from memplan.torch_private.tensors import is_transformed as is_transformed
 from memplan.torch_private.tensors import known_storage as known_storage

@@ -19,7 +19,7 @@ WIDTH = 16
 
 
 class Layer(nn.Module):
-    """Layers with statistics and dropout around a module that looks at numbers. flips: what it gives depends on them."""
+    """Layers with statistics and dropout around a module that looks at numbers."""
 
     def __init__(self, middle: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(nn.Module):
 
 
 class Looks(nn.Module):
-    """Gives one of two things, by the sign of a sum that it reads by NumPy. A hook has it run as it is."""
+    """Gives one of two things, by the sign of a sum that it reads by NumPy."""
 
     def __init__(self, of: str) -> None:
         super().__init__()
