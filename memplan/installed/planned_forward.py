@@ -31,6 +31,8 @@ from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement
 from memplan.runtime.trial.one_forward import ForwardFails
 
+_COPIED = "a copy of a planned model has no plan; where it trains, call memplan.apply on it"
+
 
 class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
@@ -86,6 +88,11 @@ class PlannedForward:
 
     @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = private.called_module()
+        if module is not None and module is not self.model and vars(module).get("forward") is self:  # a shallow copy
+            self.choice.voice.warn({"copy": _COPIED})
+            self.leave(module)
+            return module.forward(*args, **kwargs)
         if self._is_aside():
             self.choice.known.let_go()
             if self._is_set_aside:
@@ -188,10 +195,14 @@ class PlannedForward:
         self._unused.end()
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.remove()
+        self.leave(self.model)
+
+    def leave(self, model: nn.Module) -> None:
+        """Give a model, or a shallow copy of it, the forward back that was there before."""
         if self._own_attribute:
-            self.model.forward = self.original
+            model.forward = self.original
         else:
-            del self.model.forward
+            del model.forward
 
     def warn_of_host(self) -> None:
         """Warn that parameters live on the host, where the model's own forward does not find them."""
@@ -207,7 +218,7 @@ class PlannedForward:
         model = memo.get(id(self.model))
         if model is None:
             return self
-        log.warning("a copy of a planned model has no plan; where it trains, call memplan.apply on it")
+        log.warning("%s", _COPIED)
         return copy.deepcopy(self.original, memo) if self._own_attribute else _class_forward(model)
 
     def __reduce__(self) -> Any:
@@ -220,8 +231,15 @@ def _class_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def planned_forward(model: nn.Module) -> PlannedForward | None:
-    """The planned forward of a model, or of the one that is compiled in it; None where it has none."""
-    forward = vars(private.beneath_compiled(model)).get("forward")
+    """The planned forward of a model, or of the one that is compiled in it; None where it has none.
+
+    A shallow copy loses the one of the model that it is a copy of.
+    """
+    model = private.beneath_compiled(model)
+    forward = vars(model).get("forward")
+    if isinstance(forward, PlannedForward) and forward.model is not model:
+        forward.leave(model)
+        return None
     return forward if isinstance(forward, PlannedForward) else None
 
 

@@ -62,6 +62,7 @@ from memplan.torch_private.fsdp import is_hook_of_unit as is_hook_of_unit
 from memplan.torch_private.fsdp import tracing_units as tracing_units
 from memplan.torch_private.fsdp import units_of as units_of
 from memplan.torch_private.hooks import called as called
+from memplan.torch_private.hooks import called_module as called_module
 from memplan.torch_private.hooks import calls_instead as calls_instead
 from memplan.torch_private.hooks import collects as collects
 from memplan.torch_private.hooks import compiled_call as compiled_call

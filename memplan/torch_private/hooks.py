@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -117,3 +118,13 @@ def exchanges_saved_tensors() -> bool:
     """Whether the caller has hooks on what autograd saves, other than those of a checkpoint around the call."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and not str(hooks[0].__module__).startswith(_TRANSPARENT)
+
+
+def called_module() -> nn.Module | None:
+    """The module whose call runs the forward that asks. None if it is not `nn.Module` that calls this forward."""
+    frame = sys._getframe(2)
+    while (
+        frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile")) and frame.f_back is not None
+    ):
+        frame = frame.f_back
+    return frame.f_locals.get("self") if frame.f_code.co_filename == nn.modules.module.__file__ else None
