@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -68,6 +69,7 @@ class PlannedForward:
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
         self._is_set_aside = False  # the model's own forward is wanted
+        self._lock = threading.RLock()  # held by the thread that calls it, for planning exchanges parts of the model
         self._unused = UnusedPlan(model)
         functools.update_wrapper(self, original)
 
@@ -93,6 +95,10 @@ class PlannedForward:
             self.choice.voice.warn({"copy": _COPIED})
             self.leave(module)
             return module.forward(*args, **kwargs)
+        with contextlib.nullcontext() if private.someone_traces() else self._lock:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_aside():
             self.choice.known.let_go()
             if self._is_set_aside:
@@ -149,12 +155,13 @@ class PlannedForward:
     @contextlib.contextmanager
     def stepping_aside(self) -> Iterator[Forward]:
         """A context in which calls of the model run its own forward."""
-        before, self._is_set_aside = self._is_set_aside, True
-        self.choice.known.let_go()
-        try:
-            yield self.original
-        finally:
-            self._is_set_aside = before
+        with self._lock:
+            before, self._is_set_aside = self._is_set_aside, True
+            self.choice.known.let_go()
+            try:
+                yield self.original
+            finally:
+                self._is_set_aside = before
 
     def _attend(self, step: ServingStep) -> None:
         if vars(self.model).get("forward") is self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -146,9 +147,12 @@ class TraceNotes(Noted):
 
     @contextlib.contextmanager
     def noting_modules(self) -> Iterator[None]:
-        """A context that notes which module runs while each node is recorded."""
+        """A context that notes which module runs while each node is recorded. Other threads run theirs unnoted."""
+        thread = threading.get_ident()
 
         def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             self._look_for_draws()
             self.running.append(module)
             if module in self.names:
@@ -156,6 +160,8 @@ class TraceNotes(Noted):
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             self._look_for_draws()
             while self.running and self.running.pop() is not module:
                 pass
