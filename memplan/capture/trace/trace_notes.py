@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import fx, nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.named_functions import functions_called
+from memplan.capture.ops.ways import Refusal
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.generators import noting_draws, python_generators
 from memplan.capture.trace.raw_trace import Answer, Decision, Noted
@@ -97,15 +99,30 @@ class TraceNotes(Noted):
         self.stack.clear()
 
     @contextlib.contextmanager
-    def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[Callable[[str, Any], None]]:
         """A context that notes the order in which autograd hands over gradients.
 
-        Its hooks are removed, because they would keep the trace for ever.
+        Gives a check of a leaf's gradient, by name: it raises a Refusal if the gradient was written to since it
+        arrived, for `.grad` would have a copy of what was there before. The hooks are removed, because they would keep
+        the trace for ever.
         """
+        versions = dict[str, int]()
+
+        def arrived(gradient: torch.Tensor, name: str) -> None:
+            self.arrivals.append(name)
+            versions[name] = gradient._version
+
+        def check(name: str, gradient: torch.Tensor | None) -> None:
+            if gradient is not None and gradient._version != versions.get(name, gradient._version):
+                raise Refusal(
+                    f"backward writes to the gradient of {name} after autograd has handed that over; let it write to a "
+                    "copy (grad.clone())"
+                )
+
         with contextlib.ExitStack() as stack:
             for name, leaf in leaves.items():
-                stack.enter_context(leaf.register_hook(lambda _, name=name: self.arrivals.append(name)))
-            yield
+                stack.enter_context(leaf.register_hook(functools.partial(arrived, name=name)))
+            yield check
 
     def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
         """What was read here before; None where that is not known.
