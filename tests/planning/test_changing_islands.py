@@ -68,3 +68,37 @@ def test_what_a_call_gives_may_change(of: str, backward: bool) -> None:
 def _forward(net: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     torch.manual_seed(5)
     return {"out": net(batch).detach(), "state": dict(net.state_dict()), "generator": torch.get_rng_state()}
+
+
+class Turned(nn.Module):
+    """Runs as it is, and returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * float(x.detach().numpy().mean()))[:, 2:].T
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    x += 1.0
+    return x
+
+
+class Shifts(Turned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Turned()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + shifted(self.turned(x)).sum()  # type: ignore[no-any-return]
+
+
+def test_a_function_that_writes_to_a_view_which_a_module_returns() -> None:
+    """PyTorch allows that in no trace with that module as an island, whether the function is one or not."""
+    torch.manual_seed(1)
+    plain, x = Layer(Shifts()), torch.randn(32, WIDTH)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, "min", costs="estimate", on_infeasible="min")
+    assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))
