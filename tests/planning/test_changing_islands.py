@@ -102,3 +102,29 @@ def test_a_function_that_writes_to_a_view_which_a_module_returns() -> None:
     planned = copy.deepcopy(plain)
     memplan.apply(planned, x, "min", costs="estimate", on_infeasible="min")
     assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))
+
+
+class Logged(Turned):
+    """Runs as it is, and returns its result and, to be logged, the same without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (hidden := self.linear(x) * float(x.detach().numpy().mean())), hidden.detach()  # type: ignore[return-value]
+
+
+class LogsItsResult(Shifts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Logged()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, logged = self.turned(x)
+        return self.linear(hidden) + logged  # type: ignore[no-any-return]
+
+
+def test_a_result_and_the_same_without_a_gradient() -> None:
+    torch.manual_seed(1)
+    plain, x = Layer(LogsItsResult()), torch.randn(32, WIDTH)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, "min", costs="estimate", on_infeasible="min")
+    assert memplan.plan_of(planned) is not None
+    assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))
