@@ -108,9 +108,10 @@ class TraceNotes(Noted):
         """
         versions = dict[str, int]()
 
-        def arrived(gradient: torch.Tensor, name: str) -> None:
+        def arrived(gradient: torch.Tensor | None, name: str) -> None:
             self.arrivals.append(name)
-            versions[name] = gradient._version
+            if gradient is not None:
+                versions[name] = gradient._version
 
         def check(name: str, gradient: torch.Tensor | None) -> None:
             if gradient is not None and gradient._version != versions.get(name, gradient._version):
