@@ -22,6 +22,10 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
+def _lazy(tensor: torch.Tensor) -> tuple[bool, bool]:
+    return tensor.is_conj(), tensor.is_neg()
+
+
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
     """The shape of a tensor. Of a nested one, sizes that differ by row are -1, and its rows count in powers of two."""
     if not tensor.is_nested:
@@ -40,16 +44,19 @@ class _Tensor:
     requires_grad: bool
     layout: torch.layout
     sharded: bool = False  # of no certain shape
+    lazy: tuple[bool, bool] = (False, False)  # its memory is read as its conjugate, as its negative
 
     @staticmethod
     def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
         return _Tensor(
-            _shape(tensor), _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, sharded
+            _shape(tensor), _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, sharded,
+            _lazy(tensor),
         )  # fmt: skip
 
     def __str__(self) -> str:
-        grad = ", requires grad" if self.requires_grad else ""
-        return f"{self.dtype} {tuple(self.shape)} with strides {self.stride} on {self.device}{grad}"
+        conjugate, negative = self.lazy
+        more = ", requires grad" * self.requires_grad + ", conjugate" * conjugate + ", negative" * negative
+        return f"{self.dtype} {tuple(self.shape)} with strides {self.stride} on {self.device}{more}"
 
 
 class ArgumentsKey:
@@ -106,6 +113,7 @@ class ArgumentsKey:
                 and tensor.device.type == (self._device_type or expected.device.type)
                 and tensor.requires_grad == expected.requires_grad
                 and tensor.layout is expected.layout
+                and _lazy(tensor) == expected.lazy
             )
             if not alike:
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"

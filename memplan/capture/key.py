@@ -14,7 +14,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
-from memplan.capture.arguments_key import ArgumentsKey, _same, _stride, _Tensor
+from memplan.capture.arguments_key import ArgumentsKey, _lazy, _same, _stride, _Tensor
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.snapshot import Snapshot
 from memplan.capture.attributes.tables import ABSENT, attribute_tables
@@ -253,6 +253,7 @@ class StepKey:
                 tensor.dtype != facts.dtype
                 or tensor.requires_grad != facts.requires_grad
                 or tensor.device != facts.device
+                or _lazy(tensor) != facts.lazy
                 or (not facts.sharded and (tensor.shape != facts.shape or _stride(tensor) != facts.stride))
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"

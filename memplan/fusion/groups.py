@@ -199,7 +199,7 @@ def without_dead(step: StepGraph, units: list[Unit]) -> list[Unit]:
         if isinstance(unit, int):
             op, node = graph.ops[unit], step.externs[unit]
             used = any(user in needed for user in node.users) or any(v in lasting for v in op.outputs)
-            if not (used or op.random or op.effects or not op.recomputable):
+            if not (used or op.random or op.stays):
                 continue
             needed.update(bases_read(node))
         else:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -25,10 +26,13 @@ from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.program.execute import may_run_again
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement
 from memplan.runtime.trial.one_forward import ForwardFails
+
+_COPIED = "a copy of a planned model has no plan; where it trains, call memplan.apply on it"
 
 
 class PlannedForward:
@@ -65,6 +69,7 @@ class PlannedForward:
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
         self._is_set_aside = False  # the model's own forward is wanted
+        self._lock = threading.RLock()  # held by the thread that calls it, for planning exchanges parts of the model
         self._unused = UnusedPlan(model)
         functools.update_wrapper(self, original)
 
@@ -85,6 +90,15 @@ class PlannedForward:
 
     @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = private.called_module()
+        if module is not None and module is not self.model and vars(module).get("forward") is self:  # a shallow copy
+            self.choice.voice.warn({"copy": _COPIED})
+            self.leave(module)
+            return module.forward(*args, **kwargs)
+        with contextlib.nullcontext() if private.someone_traces() else self._lock:
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_aside():
             self.choice.known.let_go()
             if self._is_set_aside:
@@ -107,7 +121,7 @@ class PlannedForward:
                 with self.stepping_aside(), self.fetching():
                     return step.run(call)
             except Exception as error:
-                if not self.recovery.mends(error):
+                if not may_run_again(error):
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, PlannedStep) and not step.runner.written.for_good
@@ -141,12 +155,13 @@ class PlannedForward:
     @contextlib.contextmanager
     def stepping_aside(self) -> Iterator[Forward]:
         """A context in which calls of the model run its own forward."""
-        before, self._is_set_aside = self._is_set_aside, True
-        self.choice.known.let_go()
-        try:
-            yield self.original
-        finally:
-            self._is_set_aside = before
+        with self._lock:
+            before, self._is_set_aside = self._is_set_aside, True
+            self.choice.known.let_go()
+            try:
+                yield self.original
+            finally:
+                self._is_set_aside = before
 
     def _attend(self, step: ServingStep) -> None:
         if vars(self.model).get("forward") is self:
@@ -187,10 +202,14 @@ class PlannedForward:
         self._unused.end()
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.remove()
+        self.leave(self.model)
+
+    def leave(self, model: nn.Module) -> None:
+        """Give a model, or a shallow copy of it, the forward back that was there before."""
         if self._own_attribute:
-            self.model.forward = self.original
+            model.forward = self.original
         else:
-            del self.model.forward
+            del model.forward
 
     def warn_of_host(self) -> None:
         """Warn that parameters live on the host, where the model's own forward does not find them."""
@@ -206,7 +225,7 @@ class PlannedForward:
         model = memo.get(id(self.model))
         if model is None:
             return self
-        log.warning("a copy of a planned model has no plan; where it trains, call memplan.apply on it")
+        log.warning("%s", _COPIED)
         return copy.deepcopy(self.original, memo) if self._own_attribute else _class_forward(model)
 
     def __reduce__(self) -> Any:
@@ -219,8 +238,15 @@ def _class_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def planned_forward(model: nn.Module) -> PlannedForward | None:
-    """The planned forward of a model, or of the one that is compiled in it; None where it has none."""
-    forward = vars(private.beneath_compiled(model)).get("forward")
+    """The planned forward of a model, or of the one that is compiled in it; None where it has none.
+
+    A shallow copy loses the one of the model that it is a copy of.
+    """
+    model = private.beneath_compiled(model)
+    forward = vars(model).get("forward")
+    if isinstance(forward, PlannedForward) and forward.model is not model:
+        forward.leave(model)
+        return None
     return forward if isinstance(forward, PlannedForward) else None
 
 

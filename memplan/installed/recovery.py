@@ -51,11 +51,6 @@ class Recovery:
         if self._comparison is None and not step.provisional:
             self._comparison = Comparison(self._choice.model, step, functools.partial(self._compared, step))
 
-    def mends(self, error: Exception) -> bool:
-        """Whether `prepare_replan` may be able to recover from an error."""
-        known = isinstance(way_of(error), (OtherResults, MakeNoIsland)) or isinstance(error, OtherBranch)
-        return known or private.is_out_of_memory(error)
-
     def _rescue(
         self, step: PlannedStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
     ) -> Gradients:

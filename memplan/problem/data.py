@@ -125,6 +125,14 @@ class Op:
         return self.kind.startswith(_ISLAND)
 
     @property
+    def stays(self) -> bool:
+        """Whether its first run is in the pass that it belongs to, though nobody may read its results there.
+
+        A call of the user's Python checks in each run that it gives what it is planned to give: an argument, a flag.
+        """
+        return bool(self.effects) or not self.recomputable or self.is_island
+
+    @property
     def is_collective(self) -> bool:
         """Whether all ranks of a group run it together."""
         return self.kind.startswith(_COLLECTIVES)

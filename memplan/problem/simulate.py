@@ -222,8 +222,8 @@ class _Machine:
     def _check_first_run(self, op: Op, index: int) -> None:
         if op.phase == "backward" and not self.in_backward:
             raise self._illegal(f"{op.name} belongs to the backward pass and runs before the boundary")
-        if (op.effects or not op.recomputable) and op.phase == "forward" and self.in_backward:
-            raise self._illegal(f"{op.name} writes to what outlives the step and must run in the forward pass")
+        if op.stays and op.phase == "forward" and self.in_backward:
+            raise self._illegal(f"{op.name} acts beyond its results and must run in the forward pass")
         if op.random:
             if self.random_ops[self.next_random] != index:
                 raise self._illegal(f"{op.name} would draw random numbers out of turn")

@@ -20,8 +20,8 @@ from memplan.torch_private.dtensors import (
 from memplan.torch_private.exchanged import exchanged
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
-    HOOK_TABLES, SwitchedOff, called, calls_instead, collects, collects_outputs, compiled_call, everything_saved,
-    exchanges_saved_tensors, foreign_hooks, global_hook_tables, is_hooked, without_checkpoints,
+    HOOK_TABLES, SwitchedOff, called, called_module, calls_instead, collects, collects_outputs, compiled_call,
+    everything_saved, exchanges_saved_tensors, foreign_hooks, global_hook_tables, is_hooked, without_checkpoints,
     without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (
@@ -38,8 +38,9 @@ from memplan.torch_private.symbols import (
 )  # fmt: skip
 from memplan.torch_private.tensors import (
     FakeTensor, FakeTensorMode, OpOverload, alike, attributes_set_on, batch_norm_reserve_elements, changes_ops,
-    ctc_loss, depends_on_data, fakes_on, has_shape_of_data, has_symbolic_shape, is_allocated, is_ordinary,
-    is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real, suggest_memory_format, sum_of_weights,
+    ctc_loss, depends_on_data, fakes_on, has_shape_of_data, has_symbolic_shape, is_allocated, is_held_elsewhere,
+    is_ordinary, is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real, suggest_memory_format,
+    sum_of_weights,
 )  # fmt: skip
 from memplan.torch_private.tracing import (
     DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,

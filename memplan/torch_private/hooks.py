@@ -205,3 +205,13 @@ def without_checkpoints(entered: Callable[[bool], None], left: Callable[[], None
     tags = dict(traceback.current_meta)  # which a checkpoint with policies writes to, as in a trace of Dynamo's
     with exchanged(autograd, **hooks), exchanged(traceback, current_meta=tags):
         yield
+
+
+def called_module() -> nn.Module | None:
+    """The module whose call runs the forward that asks. None if it is not `nn.Module` that calls this forward."""
+    frame = sys._getframe(2)
+    while (
+        frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile")) and frame.f_back is not None
+    ):
+        frame = frame.f_back
+    return frame.f_locals.get("self") if frame.f_code.co_filename == nn.modules.module.__file__ else None

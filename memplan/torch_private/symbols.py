@@ -175,7 +175,10 @@ def fake_like(
     """A fake tensor with another layout, in memory on the meta device."""
     with torch._C._DisableTorchDispatch():
         laid = meta_within(memory, tensor.dtype, offset, shape, stride)
-    return FakeTensor(_NUMBERS, laid, tensor.device) if isinstance(tensor, FakeTensor) else laid
+    like = FakeTensor(_NUMBERS, laid, tensor.device) if isinstance(tensor, FakeTensor) else laid
+    torch._C._set_neg(like, tensor.is_neg())
+    torch._C._set_conj(like, tensor.is_conj())
+    return like
 
 
 _NUMBERS = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)

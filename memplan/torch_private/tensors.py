@@ -74,6 +74,12 @@ def changes_ops(tensor: torch.Tensor) -> bool:
     return function not in _ORDINARY_FUNCTIONS or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
+def is_held_elsewhere(tensor: torch.Tensor) -> bool:
+    """Whether other tensors than this one hold its memory. Autograd copies such a gradient for `.grad`."""
+    users, alone = (torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in (tensor, torch.empty(0)))
+    return bool(users > alone)
+
+
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to a tensor's storage. While it exists, its `cdata` is the `_cdata` of no other storage.
 

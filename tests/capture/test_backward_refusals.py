@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import memplan
 from tests.support.small import Net, at_floor, grads_of, net_and_sample, nothing_changes, pair
-from tests.support.zoo import assert_same_bits
+from tests.support.zoo import assert_same_bits, run_steps
 
 # -- backward passes that a plan can't run ----------------------------------------------------------------------------
 
@@ -223,3 +224,33 @@ def test_functional_call_is_exact_or_refused() -> None:
             return
         results.append(({n: t.grad for n, t in state.items()}, grads_of(net)))
     assert_same_bits(*results)
+
+
+class Doubled(torch.autograd.Function):
+    """Backward edits the gradient that it is given, which a parameter beside it gets too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.mul_(2.0)
+
+
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (Doubled.apply(self.layer(x)) + self.shift).tanh()  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_backward_that_edits_a_gradient_which_a_parameter_has(inside: bool) -> None:
+    torch.manual_seed(1)
+    plain, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), Beside()) if inside else Beside(), torch.randn(4, 8)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, 1.0, costs="estimate", on_infeasible="min")
+    assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -272,3 +273,19 @@ def test_a_log_that_only_the_loop_writes_to_never_ends_training() -> None:
         loss = net(X)
         loss.backward()
         log.append(loss.item())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_an_iterator_among_attributes_is_refused_and_not_advanced(inside: bool) -> None:
+    class Cycles(Base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scales = itertools.cycle([1.0, 2.0])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * next(self.scales)  # type: ignore[no-any-return]
+
+    net = Cycles()
+    with pytest.raises(memplan.UnsupportedModel, match="an iterator"):
+        memplan.apply(nn.Sequential(net, nn.ReLU()) if inside else net, X, "min", costs="estimate")
+    assert next(net.scales) == 1.0

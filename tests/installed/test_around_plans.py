@@ -60,6 +60,25 @@ def test_models_are_planned_in_several_threads_at_once() -> None:
         assert_same_bits(trained(before, batch), trained(after, batch))
 
 
+def test_a_model_that_is_planned_in_one_thread_is_called_in_others() -> None:
+    torch.manual_seed(0)
+    plain = layers().eval()
+    planned, batches = copy.deepcopy(plain), [torch.randn(64 + 8 * i, 16) for i in range(4)]
+    memplan.apply(planned, None, 10**8, costs="estimate", dynamic="never")
+    found: dict[int, torch.Tensor] = {}
+
+    def call(index: int) -> None:
+        with torch.set_grad_enabled(index % 2 == 0):
+            found[index] = planned(batches[index]).detach()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert_same_bits([plain(batch).detach() for batch in batches], [found[i] for i in range(4)])
+
+
 def test_other_threads_go_on_making_tuples_meanwhile() -> None:
     """Each takes long enough for another thread to run in the middle of it."""
     errors, over = list[BaseException](), threading.Event()

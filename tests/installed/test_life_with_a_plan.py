@@ -155,6 +155,24 @@ def test_a_deep_copy_is_the_plain_model(caplog: pytest.LogCaptureFixture) -> Non
     assert memplan.plan_of(planned) is not None
 
 
+def test_a_shallow_copy_runs_its_own_modules(caplog: pytest.LogCaptureFixture) -> None:
+    plain, planned, sample = pair()
+    results = []
+    for net in (plain, planned):
+        twin = copy.copy(net)
+        twin._modules = dict(twin._modules)
+        twin.middle = copy.deepcopy(net.middle)
+        results.append((run_steps(twin, sample), grads_of(net)))
+    assert "a copy of a planned model has no plan" in caplog.text
+    assert_same_bits(*results)
+    assert memplan.plan_of(copy.copy(planned)) is None
+    memplan.apply(twin, sample, 10**7, costs="estimate")
+    assert memplan.plan_of(planned) is not None
+    assert_same_bits(run_steps(plain, sample), run_steps(planned, sample))
+    memplan.remove(twin)
+    assert memplan.plan_of(planned) is not None
+
+
 @pytest.mark.parametrize("how", ["pickle", "torch.save"])
 def test_a_saved_model_loads_as_the_plain_model(how: str) -> None:
     plain, planned, sample = pair()

@@ -1,4 +1,7 @@
-"""Opaque calls that read tensors which they are not given: refused, or never run a second time, with eager's bits."""
+"""Opaque calls that read tensors which they are not given: refused, or never run a second time, with eager's bits.
+
+So are calls whose Python goes on holding memory that they were given, or have returned.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -190,3 +194,103 @@ def test_looking_at_a_step_leaves_no_gradient_in_tensors_outside(looked_at_by: s
     net(x).sum().backward()
     assert fired == [1]
     assert not torch.equal(scale.grad, torch.ones(WIDTH))
+
+
+class Wave(torch.autograd.Function):
+    """Holds its argument and its result as arrays, which share their memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x.detach().numpy()
+        ctx.sine = np.sin(ctx.x)
+        return torch.from_numpy(ctx.sine)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * torch.from_numpy(np.cos(ctx.x) + ctx.sine)
+
+
+class Residual(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Wave.apply(x) + x.cos()  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Written(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wave = Wave.apply(x)  # type: ignore[no-untyped-call]
+        x.mul_(2.0)
+        return x + wave  # type: ignore[no-any-return]
+
+
+class Logs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen = nn.Linear(WIDTH, WIDTH), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((hidden := self.linear(x)).detach())
+        return hidden  # type: ignore[no-any-return]
+
+
+class AddedToLogs(Logs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logs = Logs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.logs(x) + self.linear(x)  # type: ignore[no-any-return]
+
+
+class Workspace(torch.autograd.Function):
+    """Keeps the gradients that it gives: in a list, or one after the other in the same memory."""
+
+    kept: list[torch.Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, several: bool) -> torch.Tensor:
+        ctx.several = several
+        return torch.from_numpy(x.detach().numpy() * 2.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if ctx.several or not Workspace.kept:
+            Workspace.kept.append(torch.empty_like(grad))
+        return Workspace.kept[-1].copy_(grad * 2.0), None
+
+
+class Scaled(nn.Module):
+    def __init__(self, several: bool) -> None:
+        super().__init__()
+        self.several = several
+        self.one, self.other = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = (Workspace.apply(p, self.several) for p in (self.one, self.other))  # type: ignore[no-untyped-call]
+        return x * one + other  # type: ignore[no-any-return]
+
+
+HOLDERS: list[Callable[[], nn.Module]] = [
+    Residual, Written, AddedToLogs, lambda: Scaled(several=True), lambda: Scaled(several=False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [1.0, "min"])
+@pytest.mark.parametrize("made", HOLDERS, ids=["residual", "written", "logs", "gradients", "workspace"])
+def test_memory_that_python_holds_is_not_written_over(made: Callable[[], nn.Module], budget: Any) -> None:
+    """Gradients of two batches add up, in place, and are set to zero in place."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(3)
+        Workspace.kept = []
+        net = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), made(), nn.Tanh())
+        batches = [torch.randn(ROWS, WIDTH) for _ in range(4)]
+        if planned:
+            memplan.apply(net, batches[0], budget, costs="estimate", on_infeasible="min")
+        for number, batch in enumerate(batches):
+            net(batch).pow(2).sum().backward()
+            grads = {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+            logs = [t.clone() for m in net.modules() if isinstance(m, Logs) for t in m.seen]
+            found.append((grads, logs, [t.clone() for t in Workspace.kept]))
+            if number == 1:
+                net.zero_grad(set_to_none=False)
+    assert_same_bits(found[:4], found[4:])

@@ -135,3 +135,35 @@ def test_sparse_tensors_run_unplanned(buffer: bool, layout: torch.layout) -> Non
             out.pow(2).mean().backward()
             results.append(copied([out, *(p.grad for p in model.parameters())]))
         assert_same_bits(*results)
+
+
+class Lazy(nn.Module):
+    """Views whose memory is read as its negative or its conjugate, in the middle and at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.phase = nn.Linear(8, 8), nn.Parameter(torch.randn(4, dtype=torch.cfloat))
+
+    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> Any:
+        hidden = torch.view_as_complex(self.layer(x).view(-1, 4, 2))
+        parts = (hidden * self.phase).conj().imag, (hidden * turn.conj()).imag, -self.phase.conj().imag
+        return sum(parts).cos(), hidden.sin().conj().imag, (hidden * 2).conj()  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("budget", [1.0, "min"])
+def test_negative_and_conjugate_views(budget: Any) -> None:
+    torch.manual_seed(2)
+    plain = Lazy()
+    planned = copy.deepcopy(plain)
+    turns = [torch.randn(rows, 4, dtype=torch.cfloat) for rows in (3, 3, 5, 3)]
+    batches = [(torch.randn(len(turn), 8), turn if i % 2 else turn.conj()) for i, turn in enumerate(turns)]
+    memplan.apply(planned, batches[0], budget, costs="estimate", on_infeasible="min")
+    for batch in batches:
+        found = []
+        for net in (plain, planned):
+            net.zero_grad()
+            outs = net(*batch)
+            sum(o.abs().pow(2).sum() + (o * (1 + 2j)).imag.sum() for o in outs).backward()
+            values = [o.detach().resolve_conj().resolve_neg() for o in outs]
+            found.append((values, [(o.is_conj(), o.is_neg()) for o in outs], [p.grad for p in net.parameters()]))
+        assert_same_bits(*found)

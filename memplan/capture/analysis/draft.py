@@ -15,6 +15,7 @@ from torch import fx
 
 from memplan.capture.analysis.traced import Gradient, Kernel, Made, OutputTensor, Resident, Traced
 from memplan.capture.ops.dataflow import Dataflow
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import device_bytes_of, generator_state_bytes, storage_key, tensor_text
 from memplan.capture.ops.real_results import is_unsteady, op_kind, signature
 from memplan.capture.trace.raw_trace import Guard, RawTrace, StepNotes
@@ -122,12 +123,12 @@ class Draft:
 def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
     """Leave out ops whose results nothing reads.
 
-    Those that draw random numbers or write to what outlives the step stay.
+    Those that draw random numbers, write to what outlives the step, or run the user's Python stay.
     """
     needed = {o.value for o in outputs} | {g.value for g in draft.gradients}
     kept = []
     for op in reversed(draft.ops):
-        lasting = op.random or op.effects or not op.recomputable
+        lasting = op.random or op.effects or not op.recomputable or isinstance(op.target, IslandKernel)
         if lasting or any(v in needed for v in op.outputs):
             kept.append(op)
             needed.update(op.reads.values())

@@ -10,7 +10,8 @@ from torch import fx
 
 from memplan.capture.analysis.draft import Draft, DraftOp
 from memplan.capture.analysis.traced import Gradient, Made
-from memplan.capture.ops.layout import dense_layout, overlap, same_layout, strides_that_matter
+from memplan.capture.ops.island_ops import IslandKernel
+from memplan.capture.ops.layout import dense_layout, overlap, same_layout, storage_key, strides_that_matter, tensors_of
 from memplan.capture.trace.raw_trace import RawTrace
 
 aten = torch.ops.aten
@@ -89,11 +90,13 @@ def add_in_place(draft: Draft) -> None:
     Eager does so where autograd's engine sums gradients, attention adds its mask, or a linear layer its bias. Only
     under a dispatch mode, as in a trace, are these sums out of place. Other sums are out of place in eager, which frees
     the operand sooner. In forward, the sum must be the only reader: another reader could run once more on an operand
-    that is kept.
+    that is kept. What the user's Python has seen stays as it is, for an array or a list may hold that memory.
     """
     last_read = {value: position for position, op in enumerate(draft.ops) for value in op.reads.values()}
     readers = Counter(value for op in draft.ops for value in set(op.reads.values()))
     made_by = {v: op for op in draft.ops for v in op.outputs}
+    nodes = [node for op in draft.ops if isinstance(op.target, IslandKernel) for node in (*op.reads, op.node)]
+    seen = {storage_key(tensor) for node in nodes for tensor in tensors_of(node.meta["val"])}
     for position, op in enumerate(draft.ops):
         if op.target is not aten.add.Tensor or op.kwargs:
             continue
@@ -108,6 +111,7 @@ def add_in_place(draft: Draft) -> None:
             and draft.values[old].role == "activation"
             and not draft.values[old].held
             and last_read[old] == position
+            and storage_key(first.meta["val"]) not in seen
             and (op.phase == "backward" or readers[old] == 1)
             and old != op.reads[second]
             and same_layout(first.meta["val"], op.node.meta["val"])

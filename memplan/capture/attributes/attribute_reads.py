@@ -15,6 +15,7 @@ reads through `object.__getattribute__`, and what a function that caches its res
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,9 +25,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan import torch_private as private
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import NamedState, is_of_library
 from memplan.capture.attributes.named_table import NamedTable
+from memplan.capture.ops.ways import Never, Refusal
 
 _IN_ALL = "__dict__"
 _OF_MODULES = frozenset(  # these look for parameters, buffers and submodules there
@@ -170,7 +173,14 @@ def _getattribute(self: Any, name: str) -> Any:
             asking = None
     for names in asking or ():
         names.asked.add(name)
-    return object.__getattribute__(self, name)
+    value = object.__getattribute__(self, name)
+    if asking and isinstance(value, Iterator) and not isinstance(value, io.IOBase) and private.someone_traces():
+        raise Refusal(
+            f"forward reads {type(self).__name__}.{name}, an iterator, which nobody can put back after a trace, and "
+            "which a planned step would not advance. Take its next item outside of the model, and pass that in",
+            Never(),
+        )
+    return value
 
 
 def _noting_sets(original: Any) -> Any:

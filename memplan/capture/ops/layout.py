@@ -95,6 +95,7 @@ def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
         a.shape == b.shape
         and a.dtype == b.dtype
         and a.stride() == b.stride()
+        and not (a.is_neg() or a.is_conj())
         and a.untyped_storage().nbytes() == a.numel() * a.element_size()
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -397,6 +398,9 @@ class _AsOps(torch.autograd.Function):
             of_tensors = sum(isinstance(o, Place) for o in facts.outputs[:output])
             outputs[of_tensors] = tensors[position].copy_(outputs[of_tensors])
             ctx.mark_dirty(tensors[position])
+        times = Counter(map(id, outputs))  # `y, y.detach()` are one tensor here, and what is marked is marked in both
+        marked = zip(outputs, places, strict=True)
+        outputs = [o if d or times[id(o)] == 1 else o.detach() for o, (_, d) in marked]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, (_, d) in zip(outputs, places, strict=True) if not d))
         ctx.traced, ctx.island = traced, island

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from memplan.capture.attributes.code_facts import NamedOn
 from memplan.capture.attributes.named_functions import functions_called
 from memplan.capture.ops.island import Island
 from memplan.capture.ops.sizes import SymbolicInputs
+from memplan.capture.ops.ways import Refusal
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.generators import noting_draws, python_generators
 from memplan.capture.trace.source_lines import caller_line, calls_in_forward
@@ -269,15 +272,31 @@ class TraceNotes(Noted):
         self.running.clear()
 
     @contextlib.contextmanager
-    def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[Callable[[str, Any], None]]:
         """A context that notes the order in which autograd hands over gradients.
 
-        Its hooks are removed, because they would keep the trace for ever.
+        Gives a check of a leaf's gradient, by name: it raises a Refusal if the gradient was written to since it
+        arrived, for `.grad` would have a copy of what was there before. The hooks are removed, because they would keep
+        the trace for ever.
         """
+        versions = dict[str, int]()
+
+        def arrived(gradient: torch.Tensor | None, name: str) -> None:
+            self.arrivals.append(name)
+            if gradient is not None:
+                versions[name] = gradient._version
+
+        def check(name: str, gradient: torch.Tensor | None) -> None:
+            if gradient is not None and gradient._version != versions.get(name, gradient._version):
+                raise Refusal(
+                    f"backward writes to the gradient of {name} after autograd has handed that over; let it write to a "
+                    "copy (grad.clone())"
+                )
+
         with contextlib.ExitStack() as stack:
             for name, leaf in leaves.items():
-                stack.enter_context(leaf.register_hook(lambda _, name=name: self.arrivals.append(name)))
-            yield
+                stack.enter_context(leaf.register_hook(functools.partial(arrived, name=name)))
+            yield check
 
     def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
         """What was read here before; None where that is not known.
@@ -319,15 +338,20 @@ class TraceNotes(Noted):
 
     @contextlib.contextmanager
     def noting_modules(self) -> Iterator[None]:
-        """A context that notes which module runs while each node is recorded."""
+        """A context that notes which module runs while each node is recorded. Other threads run theirs unnoted."""
+        thread = threading.get_ident()
 
         def enter(module: nn.Module, args: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             self._look_for_draws()
             self.running.append(module)
             if module in self.names:
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() != thread:
+                return
             self._look_for_draws()
             while self.running and self.running.pop() is not module:
                 pass

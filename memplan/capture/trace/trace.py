@@ -310,8 +310,11 @@ class _StepTrace:
                 MakeIslands([self._islands.applied.get(f, (f,)) for f in depend]),
             )
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
-        with notes.noting_arrivals(own), autocast:
-            return list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
+        with notes.noting_arrivals(own) as check, autocast:
+            gradients: list[torch.Tensor | None] = [*torch.autograd.grad(starts, wanted, tangents, allow_unused=True)]
+        for name, gradient in zip(own, gradients):
+            check(name, gradient)
+        return gradients
 
     def _tangents(self, template: OutputTemplate) -> tuple[list[int], list[torch.Tensor]]:
         """The outputs that backward starts from, and a stand-in for the gradient that is handed in for each."""

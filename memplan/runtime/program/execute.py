@@ -20,7 +20,7 @@ from memplan import torch_private as private
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Numbers
-from memplan.capture.ops.ways import OtherResults, way_of
+from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
 from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
@@ -70,7 +70,7 @@ class Runner:
         self._decisions = tuple(decision.output for decision in traced.decisions)  # outputs that say which branches
         kernels = [kernel.target for kernel in traced.kernels if isinstance(kernel.target, IslandKernel)]
         islands = [kernel.island for kernel in kernels if kernel.forward]
-        self._once = [island for island in islands if island.once]
+        self._once, self._has_islands = [island for island in islands if island.once], bool(islands)
         self.unlike = [island.title for island in islands if not island.alike]
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if self._sizes is None else {self._sizes.here}  # at which results are as traced
@@ -182,8 +182,7 @@ class Runner:
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
-            mends = isinstance(error, OtherBranch) or isinstance(way_of(error), OtherResults)
-            if mends or private.is_out_of_memory(error):
+            if may_run_again(error):
                 self._go_back(start)
                 python_state.close()
             raise
@@ -279,7 +278,7 @@ class Runner:
     def _start(self, inputs: Sequence[torch.Tensor], program: Program) -> ForwardStart:
         kept: dict[str, torch.Tensor] = {}
         may_fail = program is not self.program or program.forward in self.unchecked  # for it checks what it gets
-        if may_fail or self._decisions:
+        if may_fail or self._decisions or self._has_islands:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self._keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
@@ -430,6 +429,12 @@ class _StepFunction(torch.autograd.Function):
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, None, *(gradients.get(key) for key in wanted))
+
+
+def may_run_again(error: BaseException) -> bool:
+    """Whether a forward that stopped at this error may run again from its start, by another plan."""
+    known = isinstance(way_of(error), (OtherResults, MakeNoIsland)) or isinstance(error, OtherBranch)
+    return known or private.is_out_of_memory(error)
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class ProgramNodes:
         if not isinstance(seen, torch.Tensor) or 1 in seen.shape or seen.is_complex() or sizes is not None:
             return None
         above = self.traced.parents.get(node)
-        while above is not None and not (_is_seen_as(above, seen.dtype) and self.layout(above) == self.layout(node)):
+        while above is not None and not (_is_seen_as(above, seen) and self.layout(above) == self.layout(node)):
             above = self.traced.parents.get(above)
         return above
 
@@ -88,10 +88,10 @@ class ProgramNodes:
             root = self.traced.parents[root]
         if node.target is operator.getitem or root in self.traced.residents or root not in self.traced.roots[value]:
             return None
-        seen, made = node.meta["val"], root.meta["val"]
-        if not isinstance(seen, torch.Tensor) or seen.dtype != made.dtype or seen.is_complex():
+        seen = node.meta["val"]
+        if not isinstance(seen, torch.Tensor) or seen.is_complex() or not _is_seen_as(root, seen):
             return None
-        while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, made.dtype)):
+        while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, seen)):
             nearest = self.traced.parents[nearest]
         base, (shape, stride, offset) = self.look(nearest, instance, value), self.layout(node)
         key = (base, *shape, *stride, offset)
@@ -137,7 +137,7 @@ class ProgramNodes:
         return self.carried[node]
 
 
-def _is_seen_as(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a view is one tensor of this dtype, and not several, as of unbind."""
+def _is_seen_as(node: fx.Node, seen: torch.Tensor) -> bool:
+    """Whether a view is one tensor that reads memory as `seen` does, and not several, as of unbind."""
     tensor = node.meta["val"]
-    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == seen.dtype and tensor.is_neg() == seen.is_neg()

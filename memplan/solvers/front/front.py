@@ -120,12 +120,14 @@ def front_of_orders(
     orders: what each started from, and its ops with the boundary among them. Raises ValueError for one that can't be.
     """
     flat, found = flatten(problem), list[Sketch]()
-    everything = keep_all(flat)
+    everything, boundary = keep_all(flat), flat.arrays.boundary
     for solver, given in orders:
         order = np.array(given, dtype=np.int64)
-        backward = order[(order < 0) | (order >= flat.arrays.boundary)]  # in its own order
+        backward = order[(order < 0) | (order >= boundary)]  # in its own order
         missing = np.setdiff1d(np.arange(flat.op_count), order)
-        if order.ndim != 1 or len(missing) or not np.array_equal(backward, everything[flat.arrays.boundary :]):
+        late = np.setdiff1d(np.flatnonzero(~flat.arrays.deferrable[:boundary]), order[: np.argmax(order < 0)])
+        strange = order.ndim != 1 or len(missing) or len(late)
+        if strange or not np.array_equal(backward, everything[boundary:]):
             raise ValueError("the order is that of another step")
         found.append(sketch_of(flat, solver, order))
     if not found or any(sketch.peak_bytes < 0 for sketch in found):

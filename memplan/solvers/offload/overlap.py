@@ -218,7 +218,7 @@ class _Overlap:
 
     def _is_plain(self, op: Op) -> bool:
         """Whether an op makes new values alone, and the same ones wherever it runs."""
-        special = op.is_collective or op.is_island or op.random or op.effects or not op.recomputable
+        special = op.is_collective or op.random or op.stays
         return not special and not self._overwritten(op)
 
     def _find_head(self, flight: _Flight) -> None:

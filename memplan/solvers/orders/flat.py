@@ -205,7 +205,7 @@ def _deferrable(graph: Graph, reads: Sequence[Sequence[int]]) -> list[bool]:
     found = [False] * len(graph.ops)
     for index in range(graph.boundary - 1, -1, -1):
         op = graph.ops[index]
-        found[index] = op.recomputable and not op.effects and not any(wanted[v] for v in op.outputs)
+        found[index] = not op.stays and not any(wanted[v] for v in op.outputs)
         if not found[index]:
             for v in reads[index]:
                 wanted[v] = True

@@ -1,0 +1,130 @@
+"""Calls that run as they are, and give something else in a later step than when the plan was made: bits of eager.
+
+What such a call gives decides what follows, also where no op reads it: an argument that is returned, a flag, nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from tests.support.zoo import assert_same_bits, run_steps
+
+WIDTH = 16
+
+
+class Layer(nn.Module):
+    """Layers with statistics and dropout around a module that looks at numbers."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        self.wide, self.norm, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.BatchNorm1d(4 * WIDTH), nn.Dropout(0.2)
+        self.back, self.middle, self.last = nn.Linear(4 * WIDTH, WIDTH), middle, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.middle(self.back(self.drop(self.norm(self.wide(x)).sin())))
+        if isinstance(found, torch.Tensor):
+            return self.last(found).cos()  # type: ignore[no-any-return]
+        return self.last(x).sin() if found in (True, "large", None) else self.last(x).tanh() * float(found)
+
+
+class Looks(nn.Module):
+    """Gives one of two things, by the sign of a sum that it reads by NumPy."""
+
+    def __init__(self, of: str) -> None:
+        super().__init__()
+        self.of, self.linear = of, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        large = bool(x.detach().numpy().sum() > 0)
+        return {
+            "its argument": lambda: x if large else self.linear(x),
+            "a result": lambda: self.linear(x) if large else x,
+            "a list": lambda: sum([self.linear(x), x] if large else [self.linear(x)]),
+            "a flag": lambda: large,
+            "a word": lambda: "large" if large else "2",
+            "a number": lambda: float(x.detach().numpy().sum()),
+            "nothing": lambda: None if large else x,
+        }[self.of]()
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("of", ["its argument", "a result", "a list", "a flag", "a word", "a number", "nothing"])
+def test_what_a_call_gives_may_change(of: str, backward: bool) -> None:
+    torch.manual_seed(1)
+    plain = Layer(Looks(of))
+    planned, batches = copy.deepcopy(plain), [torch.randn(32, WIDTH) for _ in range(6)]
+    memplan.apply(planned, batches[0], "min", costs="estimate", on_infeasible="min")
+    for batch in batches:
+        found = [run_steps(net, batch, 1) if backward else _forward(net, batch) for net in (plain, planned)]
+        assert_same_bits(*found)
+
+
+def _forward(net: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    torch.manual_seed(5)
+    return {"out": net(batch).detach(), "state": dict(net.state_dict()), "generator": torch.get_rng_state()}
+
+
+class Turned(nn.Module):
+    """Runs as it is, and returns a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.linear(x) * float(x.detach().numpy().mean()))[:, 2:].T
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    x += 1.0
+    return x
+
+
+class Shifts(Turned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Turned()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + shifted(self.turned(x)).sum()  # type: ignore[no-any-return]
+
+
+def test_a_function_that_writes_to_a_view_which_a_module_returns() -> None:
+    """PyTorch allows that in no trace with that module as an island, whether the function is one or not."""
+    torch.manual_seed(1)
+    plain, x = Layer(Shifts()), torch.randn(32, WIDTH)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, "min", costs="estimate", on_infeasible="min")
+    assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))
+
+
+class Logged(Turned):
+    """Runs as it is, and returns its result and, to be logged, the same without a gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (hidden := self.linear(x) * float(x.detach().numpy().mean())), hidden.detach()  # type: ignore[return-value]
+
+
+class LogsItsResult(Shifts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = Logged()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, logged = self.turned(x)
+        return self.linear(hidden) + logged  # type: ignore[no-any-return]
+
+
+def test_a_result_and_the_same_without_a_gradient() -> None:
+    torch.manual_seed(1)
+    plain, x = Layer(LogsItsResult()), torch.randn(32, WIDTH)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, "min", costs="estimate", on_infeasible="min")
+    assert memplan.plan_of(planned) is not None
+    assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))
