@@ -36,7 +36,7 @@ def blocks_of(problem: Problem, most_blocks: int) -> list[LocalBlock]:
     chain = make_chain(flat, fine_cuts(flat, most_blocks) if most_blocks > 1 else ())
     outside = outside_of(flat, chain, last_read)
     keys = tuple(op.key for op in problem.graph.ops)
-    return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain.blocks)]
+    return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain)]
 
 
 def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -137,7 +137,7 @@ def test_a_layer_is_certified_over_its_grid() -> None:
     last_read = last_reads(flat)
     chain = make_chain(flat, coarse_cuts(flat, 3))
     outside = outside_of(flat, chain, last_read)
-    for index, part in enumerate(chain.blocks):
+    for index, part in enumerate(chain):
         block = localise(flat, part, outside.incoming[index], last_read, keys)
         if why_unsuited(block) is None and len(part.backward):
             grid = solve_grid(BlockSearch(block), (), 4, 4)

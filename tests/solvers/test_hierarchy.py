@@ -71,7 +71,7 @@ def local_blocks(task: MethodTask, cuts: tuple[int, ...]) -> list[LocalBlock]:
     outside = outside_of(task.flat, chain, last_read)
     return [
         localise(task.flat, block, incoming, last_read, task.keys)
-        for block, incoming in zip(chain.blocks, outside.incoming, strict=True)
+        for block, incoming in zip(chain, outside.incoming, strict=True)
     ]
 
 
