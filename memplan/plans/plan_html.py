@@ -139,7 +139,7 @@ def _tables(memory: StepMemory, strings: _Strings) -> list[dict[str, Any]]:
         rows = [
             [
                 strings(row.label), strings(row.tensor),
-                [[c.column, c.decision, c.size_bytes, strings(c.reason)] for c in row.cells],
+                [[column, decision, size_bytes, strings(why)] for column, decision, size_bytes, why in row.cells],
             ]
             for row in table.rows
             if row in largest
