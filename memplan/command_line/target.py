@@ -32,7 +32,10 @@ def add_device_options(command: argparse.ArgumentParser) -> None:
 
 
 def asked_card(given: argparse.Namespace) -> Card | None:
-    """The card of the options; None is this machine. Raises Mistake."""
+    """The card of the options; None is this machine. Raises Mistake.
+
+    Where no option names one, it is the GPU of this machine, with the memory that it has room for.
+    """
     if given.gpu is not None:
         return card_named(given.gpu)
     if given.gpu_memory is given.flops is given.bandwidth is None:
