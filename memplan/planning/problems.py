@@ -58,7 +58,7 @@ class Problems:
     def _with_needs(self, problem: Problem, traced: Traced, needs: OptimizerMemory) -> Problem:
         """The problem with what an optimizer, an engine and libraries hold beside its graph."""
         values, settings, in_flight = traced.graph.values, self._settings, self._settings.in_flight
-        around, on_paper = settings.surroundings, settings.capability is not None
+        around = settings.surroundings
         output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
         ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
         # Copies of inputs and outputs that an engine has, and those that the steps hold by themselves.
@@ -68,19 +68,16 @@ class Problems:
             (around.buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
             (around.buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
         )
-        scratch = workspaces(traced, settings.costs == "measure", settings.capability)
         held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
-        held_bytes += sum(scratch) + around.held_bytes + needs.state_bytes
+        held_bytes += sum(self._workspaces(traced)) + around.held_bytes + needs.state_bytes
         later_bytes = around.buffers.later_outputs * output_bytes + around.after_bytes  # once nothing is in flight
         values = problem.graph.values
         if self._limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
             held_bytes += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
-        requests = None  # where another allocator than PyTorch's serves the step
-        if on_paper or (traced.device.type == "cuda" and private.pytorch_allocates()):
-            requests = Requests(on_paper or private.segments_expand(), scratch, needs.requests, settings.arena)
         return dataclasses.replace(
-            problem, extra_resident_bytes=held_bytes, update_bytes=needs.step_bytes + later_bytes, requests=requests
-        )
+            problem, extra_resident_bytes=held_bytes, update_bytes=needs.step_bytes + later_bytes,
+            requests=self._requests(traced, needs),
+        )  # fmt: skip
 
     def with_shards(self, captured: Capture) -> Problem:
         """The problem of a step that gathers sharded parameters."""
@@ -220,3 +217,15 @@ class Problems:
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""
         return traced.device if self._settings.capability is None else torch.device("cuda")
+
+    def _workspaces(self, traced: Traced) -> tuple[int, ...]:
+        """Bytes of each workspace that libraries hold beside the step."""
+        return workspaces(traced, self._settings.costs == "measure", self._settings.capability)
+
+    def _requests(self, traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
+        """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
+        on_paper = self._settings.capability is not None
+        if not on_paper and (traced.device.type != "cuda" or not private.pytorch_allocates()):
+            return None
+        expandable = on_paper or private.segments_expand()
+        return Requests(expandable, self._workspaces(traced), optimizer.requests, self._settings.arena)
