@@ -198,7 +198,7 @@ def apply(
         before = planned_forward(model)
         less_bytes = None if before is None or sample is None else before.choice.floor_of_fewer_outputs(sample)
         with _plan_set_aside(model) as original:
-            agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
+            agreement = None if group is None else Agreement(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
                 assert group is not None
                 assert agreement is not None

@@ -69,18 +69,14 @@ def _step(model: nn.Module, call: Call, loss_fn: LossFunction | None, device: to
     run: Callable[..., Any] = model if loss_fn is None else functools.partial(loss_fn, model)
     model.zero_grad()
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        loss = _loss(run(*call.variadic, **call.arguments))
+        output = run(*call.variadic, **call.arguments)
+        loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            tensors = (t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
+            loss = torch.stack([t.sum() for t in tensors]).sum()
         loss.backward()
     gradients = (p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())
     return [loss.detach(), *gradients]
-
-
-def _loss(output: Any) -> torch.Tensor:
-    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if isinstance(found, torch.Tensor) and found.dim() == 0:
-        return found
-    tensors = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    return torch.stack([t.sum() for t in tensors]).sum()
 
 
 def _error(tensors: list[torch.Tensor], exact: list[torch.Tensor]) -> float:

@@ -37,7 +37,7 @@ def distinct_blocks(problem: Problem, most_ops: int) -> Iterator[LocalBlock]:
     incoming = outside_of(flat, chain, last_read).incoming
     keys = tuple(op.key or op.kind for op in problem.graph.ops)
     seen = set()
-    for index, part in enumerate(chain.blocks):
+    for index, part in enumerate(chain):
         block = localise(flat, part, incoming[index], last_read, keys)
         if block.signature not in seen and len(part.forward) > 3 and len(part.backward) > 1:
             seen.add(block.signature)

@@ -100,7 +100,7 @@ def _made(config_class: Any, fields: dict[str, Any]) -> Any:
 
 
 def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, str, str]:
-    """A batch, how many of what it has, and the batch in words. Raises Mistake."""
+    """A batch with which the model gives its loss, how many of what it has, and it in words. Raises Mistake."""
     batch, config = wanted.batch or 1, model.config
     takes = inspect.signature(model.forward).parameters
     most = getattr(config, "max_position_embeddings", None)
@@ -121,18 +121,13 @@ def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, s
         raise described.without_batch(model, model.main_input_name)
     dtype = next(model.parameters()).dtype
     sample = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in sample.items()}
-    return sample | _labels(takes, type(model).__name__, ids), items, unit, words
-
-
-def _labels(takes: Any, class_name: str, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Arguments with which the model gives its loss."""
-    one_each = torch.zeros(len(ids), dtype=torch.long)
+    one_each, kind = torch.zeros(batch, dtype=torch.long), type(model).__name__
     if {"start_positions", "end_positions"} <= set(takes):
-        return {"start_positions": one_each, "end_positions": one_each.clone()}
-    if "labels" not in takes:
-        return {}
-    one_label = class_name.endswith("Classification") and "Token" not in class_name
-    return {"labels": one_each if one_label else ids.clone()}
+        sample |= {"start_positions": one_each, "end_positions": one_each.clone()}
+    elif "labels" in takes:
+        one_label = kind.endswith("Classification") and "Token" not in kind
+        sample["labels"] = one_each if one_label else ids.clone()
+    return sample, items, unit, words
 
 
 def _positions(model: Any, sample: dict[str, torch.Tensor]) -> str:

@@ -32,11 +32,22 @@ def add_device_options(command: argparse.ArgumentParser) -> None:
 
 
 def asked_card(given: argparse.Namespace) -> Card | None:
-    """The card of the options; None is this machine. Raises Mistake."""
+    """The card of the options; None is this machine. Raises Mistake.
+
+    Where no option names one, it is the GPU of this machine, with the memory that it has room for.
+    """
     if given.gpu is not None:
         return card_named(given.gpu)
     if given.gpu_memory is given.flops is given.bandwidth is None:
-        return _own_card()
+        import torch
+
+        from memplan.planning.automatic import automatic_bytes
+
+        cards = cards_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else []
+        if len(cards) != 1:  # the table does not have the speed of what is here
+            return None
+        memory_bytes = math.ceil(automatic_bytes(torch.device("cuda")) / (1 - _RESERVE))
+        return dataclasses.replace(cards[0], memory_bytes=memory_bytes)
     missing = [n for n in ("gpu_memory", "flops", "bandwidth") if getattr(given, n) is None]
     if missing:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
@@ -94,20 +105,6 @@ def device_budget_bytes(budget: str | None, plan: PlanFigures) -> int:
 
         return automatic_bytes(torch.device("cpu"))
     return budget_bytes_of(budget, plan.baseline_peak_bytes, plan.problem.resident_bytes, plan.floor_bytes)
-
-
-def _own_card() -> Card | None:
-    """The GPU of this machine with the memory that it has room for, where the table has its speed."""
-    import torch
-
-    from memplan.planning.automatic import automatic_bytes
-
-    if not torch.cuda.is_available():
-        return None
-    cards = cards_named(torch.cuda.get_device_name())
-    if len(cards) != 1:
-        return None
-    return dataclasses.replace(cards[0], memory_bytes=math.ceil(automatic_bytes(torch.device("cuda")) / (1 - _RESERVE)))
 
 
 def _rate(text: str) -> float:

@@ -68,19 +68,14 @@ class UnplannedPasses:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
         limit_bytes = self._limits.budget_bytes if self._limits.is_in_bytes else None
         if limit_bytes is not None and peak_bytes > limit_bytes:
-            remedy = _remedy(before_bytes, peak_bytes - before_bytes, limit_bytes, tensors)
+            room_bytes, remedy = limit_bytes - before_bytes, f"{format_bytes(before_bytes)} are there before it begins"
+            if room_bytes > 0:
+                parts = -(-(peak_bytes - before_bytes) // room_bytes)
+                batch = next((t.shape[0] for t in tensors if t.dim()), 1)
+                way = f"in {parts} parts of its batch" if parts <= batch else "with shorter inputs"
+                remedy = f"It would fit {way}"
             text = (
                 f"a call without a plan (evaluation, generate, no_grad) holds {format_bytes(peak_bytes)}, over the "
                 f"budget of {format_bytes(limit_bytes)}, which is for training steps. {remedy}"
             )
             self._voice.warn({"passes": text})
-
-
-def _remedy(before_bytes: int, grown_bytes: int, limit_bytes: int, tensors: list[torch.Tensor]) -> str:
-    """What would make a call fit that holds so much beside what was there before it."""
-    room_bytes = limit_bytes - before_bytes
-    if room_bytes <= 0:
-        return f"{format_bytes(before_bytes)} are there before it begins"
-    parts = -(-grown_bytes // room_bytes)
-    batch = next((t.shape[0] for t in tensors if t.dim()), 1)
-    return f"It would fit in {parts} parts of its batch" if parts <= batch else "It would fit with shorter inputs"

@@ -182,13 +182,6 @@ class PlannedForward:
         assert isinstance(step, PlannedStep)
         return step.programs[0]
 
-    @property
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Constants of the trace that the program holds."""
-        step = self.steps[0]
-        assert isinstance(step, PlannedStep)
-        return step.capture.traced.constants
-
     def install(self) -> None:
         if vars(self.model).get("forward") is not self:
             self._unused.watch()

@@ -193,7 +193,10 @@ class Recovery:
             self._after_out_of_memory(step, problem, repeats)
             return
         way = way_of(problem)
-        if isinstance(way, MakeNoIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
+        kernels = step.capture.traced.kernels if isinstance(step, PlannedStep) else ()
+        # Another run would leave a trace in Python.
+        once = any(k.target.island.once for k in kernels if isinstance(k.target, IslandKernel))
+        if isinstance(way, MakeNoIsland) and repeats and not self._choice.is_fixed and not once:
             log.warning("planning again, because %s", problem)
             self._choice.planner.capturing.make_no_island_of(way.called, str(problem))
             self._choice.known.forget()
@@ -255,9 +258,3 @@ class Recovery:
                 self._choice.known.forget()
         elif margin < limits.learnt / 2:
             limits.learn(step.runner.device, limits.learnt / 2)
-
-
-def _islands_repeat(step: ServingStep) -> bool:
-    """Whether a forward may run again without a trace in Python that it would not leave in one run."""
-    kernels = step.capture.traced.kernels if isinstance(step, PlannedStep) else ()
-    return not any(k.target.island.once for k in kernels if isinstance(k.target, IslandKernel))

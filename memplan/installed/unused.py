@@ -57,12 +57,12 @@ def _hear_of_steps() -> None:
 
     Optimizers may be iterating over their hooks when a plan ends or its model is collected.
     """
-    register_optimizer_step_post_hook(_stepped)
 
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for unused in list(_watching):
+            unused._look(optimizer)
 
-def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for unused in list(_watching):
-        unused._look(optimizer)
+    register_optimizer_step_post_hook(stepped)
 
 
 def refuse_without_forward(model: nn.Module) -> None:

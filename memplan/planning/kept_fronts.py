@@ -43,7 +43,16 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
     content = dataclasses.asdict(dataclasses.replace(problem, costs=costs, budget_bytes=None, requests=None))
     key = _digest(content, config, memplan.__version__, _digest_of_solvers())
     name = f"front-{key[:32]}.json.gz"
-    front = _read(name, lambda content: _from_json(content, key, problem, config))
+
+    def front_of(content: Any) -> Front:
+        if content["key"] != key:
+            raise InvalidPlanFile("the front is that of another problem")
+        lines = tuple(BoundLine(float(at_zero_s), float(slope)) for at_zero_s, slope in content["lines"])
+        bound = Bound(problem.baseline_time_s, Reader.typed(content, "floor_bytes", int), lines)
+        points: Sequence[tuple[str, Sequence[int]]] = [(str(solver), order) for solver, order in content["points"]]
+        return front_of_orders(problem, config, points, bound)
+
+    front = _read(name, front_of)
     if front is not None:
         is_used(name)
     else:
@@ -90,12 +99,3 @@ def _digest_of_solvers() -> str:
     for path in sorted(path for folder in ("problem", "solvers") for path in (package / folder).rglob("*.py")):
         found.update(path.read_bytes())
     return found.hexdigest()
-
-
-def _from_json(content: Any, key: str, problem: Problem, config: Config) -> Front:
-    if content["key"] != key:
-        raise InvalidPlanFile("the front is that of another problem")
-    lines = tuple(BoundLine(float(at_zero_s), float(slope)) for at_zero_s, slope in content["lines"])
-    bound = Bound(problem.baseline_time_s, Reader.typed(content, "floor_bytes", int), lines)
-    points: Sequence[tuple[str, Sequence[int]]] = [(str(solver), order) for solver, order in content["points"]]
-    return front_of_orders(problem, config, points, bound)

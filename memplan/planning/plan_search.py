@@ -14,13 +14,7 @@ from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
 from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
 from memplan.logs import log
-from memplan.planning.choosing import (
-    fastest_reserved,
-    infeasible,
-    no_room,
-    plan_of_front,
-    plan_of_residency,
-)
+from memplan.planning.choosing import fastest_reserved, infeasible, no_room, plan_of_front, plan_of_residency
 from memplan.planning.homes import all_names
 from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits

@@ -57,12 +57,25 @@ class Problems:
 
     def _with_needs(self, problem: Problem, traced: Traced, needs: OptimizerMemory) -> Problem:
         """The problem with what an optimizer, an engine and libraries hold beside its graph."""
-        held, later = self._around(traced)
-        values, settings = problem.graph.values, self._settings
+        values, settings, in_flight = traced.graph.values, self._settings, self._settings.in_flight
+        around = settings.surroundings
+        output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
+        ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
+        # Copies of inputs and outputs that an engine has, and those that the steps hold by themselves.
+        of_kind = (
+            (around.buffers.inputs, in_flight, traced.graph.input_bytes),
+            (around.buffers.outputs, in_flight, output_bytes),
+            (around.buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
+            (around.buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
+        )
+        held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
+        held_bytes += sum(self._workspaces(traced)) + around.held_bytes + needs.state_bytes
+        later_bytes = around.buffers.later_outputs * output_bytes + around.after_bytes  # once nothing is in flight
+        values = problem.graph.values
         if self._limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
-            held += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
+            held_bytes += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
         return dataclasses.replace(
-            problem, extra_resident_bytes=needs.state_bytes + held, update_bytes=needs.step_bytes + later,
+            problem, extra_resident_bytes=held_bytes, update_bytes=needs.step_bytes + later_bytes,
             requests=self._requests(traced, needs),
         )  # fmt: skip
 
@@ -204,23 +217,6 @@ class Problems:
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""
         return traced.device if self._settings.capability is None else torch.device("cuda")
-
-    def _around(self, traced: Traced) -> tuple[int, int]:
-        """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
-        around, values, in_flight = self._settings.surroundings, traced.graph.values, self._settings.in_flight
-        output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
-        ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
-        # Copies of inputs and outputs that an engine has, and those that the steps hold by themselves.
-        of_kind = (
-            (around.buffers.inputs, in_flight, traced.graph.input_bytes),
-            (around.buffers.outputs, in_flight, output_bytes),
-            (around.buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
-            (around.buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
-        )
-        held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
-        later_bytes = around.buffers.later_outputs * output_bytes  # once nothing is in flight
-        held_bytes += sum(self._workspaces(traced)) + around.held_bytes
-        return held_bytes, later_bytes + around.after_bytes
 
     def _workspaces(self, traced: Traced) -> tuple[int, ...]:
         """Bytes of each workspace that libraries hold beside the step."""

@@ -243,7 +243,16 @@ def largest_that_fits(
     """
     floors, best = {} if floors is None else floors, None
     for _ in range(_TRIES):
-        size = min(most, _next(floors, limit_bytes))
+        fit = sorted(size for size, floor in floors.items() if floor <= limit_bytes)
+        over = sorted(size for size, floor in floors.items() if floor > limit_bytes)
+        if len(floors) < 2:
+            size = 2 * fit[0] if fit else max(1, over[0] // 2) if over else 1
+        else:
+            low, high = (fit[-1], over[0]) if fit and over else (over[0], over[1]) if over else (fit[-2], fit[-1])
+            slope = max(1.0, (floors[high] - floors[low]) / (high - low))
+            size = int((low + (limit_bytes - floors[low]) / slope) * 0.99)
+            size = max(1, min(size, over[0] - 1 if over else _GROWTH * fit[-1]))
+        size = min(most, size)
         unit = next((unit for least, unit in _EVEN if size >= least), 1)
         size -= size % unit  # which kernels like
         if size in floors or (best is not None and size * _CLOSE < best[0]):
@@ -254,17 +263,3 @@ def largest_that_fits(
         else:
             floors[size], best = min(found.floor_bytes, limit_bytes), (size, found)
     return best
-
-
-def _next(floors: dict[int, int], limit_bytes: int) -> int:
-    """The size to try next."""
-    fit = sorted(size for size, floor in floors.items() if floor <= limit_bytes)
-    over = sorted(size for size, floor in floors.items() if floor > limit_bytes)
-    if not floors:
-        return 1
-    if len(floors) == 1:
-        return 2 * fit[0] if fit else max(1, over[0] // 2)
-    low, high = (fit[-1], over[0]) if fit and over else (over[0], over[1]) if over else (fit[-2], fit[-1])
-    slope = max(1.0, (floors[high] - floors[low]) / (high - low))
-    size = int((low + (limit_bytes - floors[low]) / slope) * 0.99)
-    return max(1, min(size, over[0] - 1 if over else _GROWTH * fit[-1]))

@@ -90,8 +90,16 @@ class Settings:
         self._check_dynamic()
         if self.update == "backward":
             refuse_update_in_backward(self.optimizer, self.accumulate or self.in_flight > 1, self.grads)
-        if self.shards is not None:
-            self._check_shards()
+        if self.shards is not None and self.grads == "edges":
+            raise ValueError(
+                'grads="edges" gives all gradients at the end of backward, and those of sharded parameters are handed '
+                'over one by one. Use grads="surface" with shards='
+            )
+        if self.shards is not None and self.keep_frozen:
+            raise ValueError("keep_frozen= is for parameters that live on the host, and sharded ones do not")
+        for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
+            if self.shards is not None and given:
+                raise ValueError(f"{name} is not for sharded parameters")
 
     @cached_property
     def search(self) -> Config:
@@ -187,18 +195,6 @@ class Settings:
                 "dynamic= is for eager kernels, whole parameters and update='step'; leave it out, and each size gets a "
                 "plan of its own"
             )
-
-    def _check_shards(self) -> None:
-        if self.grads == "edges":
-            raise ValueError(
-                'grads="edges" gives all gradients at the end of backward, and those of sharded parameters are handed '
-                'over one by one. Use grads="surface" with shards='
-            )
-        if self.keep_frozen:
-            raise ValueError("keep_frozen= is for parameters that live on the host, and sharded ones do not")
-        for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
-            if given:
-                raise ValueError(f"{name} is not for sharded parameters")
 
 
 _WORDS = {

@@ -99,9 +99,14 @@ class TraceLoop:
 
     def captured(self) -> Capture | UnsupportedModel:
         """The captured step, or the refusal against which nothing helps. Raises ForwardFails."""
+
+        def note(function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
+            self._applied[function] = None
+            return original(*args)
+
         while True:
             try:
-                with private.functions_applied_by(functools.partial(_note, self._applied)):
+                with private.functions_applied_by(note):
                     found = self._traced()
                 self._known.islands = self._islands
                 return found
@@ -206,11 +211,6 @@ class TraceLoop:
         functions = [(f,) for f in self._applied if f not in self._islands.callables and not is_library_code(f)]
         of_state = calls_with(self._model, way.owner) if isinstance(way, StateChanges) else []
         return functions or of_state
-
-
-def _note(applied: dict[Any, None], function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
-    applied[function] = None
-    return original(*args)
 
 
 def _is_callable(called: Any, model: nn.Module) -> bool:

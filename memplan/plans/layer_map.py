@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from memplan.plans.choices import TensorDecision, choices_of, reason_of
 from memplan.plans.step_memory import StepMemory
@@ -16,37 +16,28 @@ from memplan.plans.step_memory import StepMemory
 _LAYER = re.compile(r"(?P<stack>(?:[^.: ]+\.)*?)(?P<number>\d+)(?=[.:]|$)\.?(?P<rest>.*)")
 
 
-@dataclass(frozen=True, slots=True)
-class MapCell:
-    """What is done with one tensor. column: of its layer; reason: why, and what the other way would cost."""
+class MapRow(NamedTuple):
+    """One tensor in each of the layers.
 
-    column: int
-    decision: TensorDecision
-    size_bytes: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class MapRow:
-    """One tensor in each of the layers."""
+    cells: the layer's column, what is done there, the bytes, and why, with what the other way would cost.
+    """
 
     label: str
     tensor: str
-    cells: tuple[MapCell, ...]
+    cells: list[tuple[int, TensorDecision, int, str]]
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all of them."""
-        return sum(cell.size_bytes for cell in self.cells)
+        return sum(size_bytes for _, _, size_bytes, _ in self.cells)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTable:
+class LayerTable(NamedTuple):
     """Layers that are alike. title: "layers.*", or "" for what is in none; columns: their numbers."""
 
     title: str
     columns: tuple[str, ...]
-    rows: tuple[MapRow, ...]
+    rows: list[MapRow]
 
 
 def layer_tables(memory: StepMemory) -> tuple[LayerTable, ...]:
@@ -61,24 +52,15 @@ def layer_tables(memory: StepMemory) -> tuple[LayerTable, ...]:
         ),
     ]
     columns: dict[str, dict[str, int]] = defaultdict(dict)  # by table, then by number of a layer
-    rows: dict[str, dict[tuple[str, str, int], list[MapCell]]] = defaultdict(dict)
+    rows: dict[str, dict[tuple[str, str, int], MapRow]] = defaultdict(dict)
     seen: Counter[tuple[str, str, str]] = Counter()  # of several alike in one layer the first, the second, ... are rows
     for label, tensor, decision, size_bytes, reason in tensors:
         stack = number = ""
         if match := _LAYER.match(label):
             stack, number, label = f"{match['stack']}*", match["number"], match["rest"].strip().removeprefix(": ")
         seen[stack, number, label] += 1
-        column = columns[stack].setdefault(number, len(columns[stack]))
-        row = rows[stack].setdefault((label, tensor, seen[stack, number, label]), [])
-        row.append(MapCell(column, decision, size_bytes, reason))
-    tables = [
-        LayerTable(
-            stack, tuple(columns[stack]),
-            tuple(
-                MapRow(label if which == 1 else f"{label} ({which})", tensor, tuple(cells))
-                for (label, tensor, which), cells in rows[stack].items()
-            ),
-        )
-        for stack in rows
-    ]  # fmt: skip
+        which, column = seen[stack, number, label], columns[stack].setdefault(number, len(columns[stack]))
+        new = MapRow(label if which == 1 else f"{label} ({which})", tensor, [])
+        rows[stack].setdefault((label, tensor, which), new).cells.append((column, decision, size_bytes, reason))
+    tables = [LayerTable(stack, tuple(columns[stack]), list(rows[stack].values())) for stack in rows]
     return tuple(sorted(tables, key=lambda table: -sum(row.size_bytes for row in table.rows)))

@@ -60,9 +60,18 @@ def page_data(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[st
     curve: the points of peak against time; None is floor, plan and unplanned step.
     """
     planned, unplanned, strings = planned_memory(plan), unplanned_memory(plan), _Strings()
+    problem, again = plan.problem, f"{len(plan.recomputed)} of {len(plan.problem.graph.ops)} ops"
+    budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
     return {
-        "figures": _figures(plan),
-        "budget_bytes": plan.problem.budget_bytes,
+        "figures": [
+            ["peak", format_bytes(plan.peak_bytes), f"unplanned {format_bytes(plan.baseline_peak_bytes)}"],
+            ["budget", budget, f"the smallest is {format_bytes(plan.floor_bytes)}"],
+            ["time a step", format_seconds(plan.time_s), f"{plan.overhead:+.1%}; costs {problem.costs.source}"],
+            ["lower bound", format_seconds(plan.lower_bound_s), f"the plan is within {plan.gap:.1%}"],
+            ["recomputed", again, f"found by {plan.solver}"],
+            ["copied out", format_bytes(plan.offloaded_bytes), f"waits {format_seconds(plan.timeline.stall_s)} a step"],
+        ],
+        "budget_bytes": problem.budget_bytes,
         "peak_bytes": plan.peak_bytes,
         "unplanned_peak_bytes": plan.baseline_peak_bytes,
         "kinds": [[kind, text] for kind, text in KINDS.items()],
@@ -79,23 +88,9 @@ def page_data(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[st
         },
         "tables": _tables(planned, strings),
         "lanes": _lanes(planned, strings),
-        "in_flight": plan.problem.in_flight,
+        "in_flight": problem.in_flight,
         "strings": list(strings),
     }
-
-
-def _figures(plan: PlanFigures) -> list[list[str]]:
-    problem = plan.problem
-    budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
-    again = f"{len(plan.recomputed)} of {len(problem.graph.ops)} ops"
-    return [
-        ["peak", format_bytes(plan.peak_bytes), f"unplanned {format_bytes(plan.baseline_peak_bytes)}"],
-        ["budget", budget, f"the smallest is {format_bytes(plan.floor_bytes)}"],
-        ["time a step", format_seconds(plan.time_s), f"{plan.overhead:+.1%}; costs {problem.costs.source}"],
-        ["lower bound", format_seconds(plan.lower_bound_s), f"the plan is within {plan.gap:.1%}"],
-        ["recomputed", again, f"found by {plan.solver}"],
-        ["copied out", format_bytes(plan.offloaded_bytes), f"waits {format_seconds(plan.timeline.stall_s)} a step"],
-    ]
 
 
 def _memory(memory: StepMemory, strings: _Strings) -> dict[str, Any]:
@@ -144,7 +139,7 @@ def _tables(memory: StepMemory, strings: _Strings) -> list[dict[str, Any]]:
         rows = [
             [
                 strings(row.label), strings(row.tensor),
-                [[c.column, c.decision, c.size_bytes, strings(c.reason)] for c in row.cells],
+                [[column, decision, size_bytes, strings(why)] for column, decision, size_bytes, why in row.cells],
             ]
             for row in table.rows
             if row in largest

@@ -87,7 +87,28 @@ def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | N
     names = {i: v.name for i, v in enumerate(planned.values) if v.resident and v.home == "sharded"}
     if set(names.values()) != set(own_values) or any(isinstance(step, Offload) for step in schedule):
         return None
-    order, places = _translated_order(order_of(schedule), planned, graph)
+    counterparts = dict(zip(_marks(planned), range(len(planned.ops)), strict=True))
+    own_of = {counterparts[mark]: op for op, mark in enumerate(_marks(graph)) if mark in counterparts}
+    left = dict.fromkeys(sorted(set(range(len(graph.ops))) - set(own_of.values())))
+    order: list[int] = []  # this step's ops in the planned order
+    places: list[int] = []  # where each position of the planned order lies in it, and the end
+
+    def run_before(end: int) -> None:
+        """Run the ops that only this step has and that come before this op."""
+        for op in [op for op in left if op < end]:
+            del left[op]
+            order.append(op)
+
+    for op in order_of(schedule):
+        places.append(len(order))
+        if op == BOUNDARY:
+            run_before(graph.boundary)
+            order.append(BOUNDARY)
+        elif op in own_of:
+            run_before(own_of[op])
+            order.append(own_of[op])
+    run_before(len(graph.ops))
+    places.append(len(order))
     moves: dict[int, list[Step]] = defaultdict(list)  # by the position in the order before which they are
     position = 0
     for step in schedule:
@@ -103,35 +124,6 @@ def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | N
             position += 1
         steps.append(step)
     return (*steps, *moves[position])
-
-
-def _translated_order(order: Sequence[int], planned: Graph, graph: Graph) -> tuple[list[int], list[int]]:
-    """The planned order with this step's ops, and where each position of the planned order lies in it.
-
-    The places have one entry more, for the end.
-    """
-    counterparts = dict(zip(_marks(planned), range(len(planned.ops)), strict=True))
-    own_of = {counterparts[mark]: op for op, mark in enumerate(_marks(graph)) if mark in counterparts}
-    left = dict.fromkeys(op for op in range(len(graph.ops)) if op not in set(own_of.values()))
-    found: list[int] = []
-    places: list[int] = []
-
-    def run_before(end: int) -> None:
-        """Run the ops that only this step has and that come before this op."""
-        for op in [op for op in left if op < end]:
-            del left[op]
-            found.append(op)
-
-    for op in order:
-        places.append(len(found))
-        if op == BOUNDARY:
-            run_before(graph.boundary)
-            found.append(BOUNDARY)
-        elif op in own_of:
-            run_before(own_of[op])
-            found.append(own_of[op])
-    run_before(len(graph.ops))
-    return found, [*places, len(found)]
 
 
 def _marks(graph: Graph) -> Iterator[Hashable]:

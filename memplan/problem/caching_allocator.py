@@ -86,7 +86,6 @@ class CachingAllocator:
     - reserved_bytes, peak_reserved_bytes: of all segments, now and at most.
     - allocated_bytes: of blocks that are held. Where a rest is too small to be split off, a block is larger than what
       was asked for.
-    - retries: how often all cached blocks were given back, because a request was over the limit.
     """
 
     def __init__(self, expandable: bool = False, limit_bytes: int | None = None) -> None:
@@ -99,7 +98,7 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._held: dict[int, _Chunk] = {}
         self._end = SMALL_SEGMENT_BYTES  # of all segments so far
-        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.retries = self.refused = 0
+        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.refused = 0
 
     @property
     def free_blocks(self) -> dict[tuple[int, bool], tuple[tuple[int, int], ...]]:
@@ -119,7 +118,6 @@ class CachingAllocator:
         block = self._best_fit(pool, size) or self._reserve(pool, size)
         if block is None:
             self.empty_cache()
-            self.retries += 1
             block = self._reserve(pool, size)
         if block is None:
             self.refused += 1

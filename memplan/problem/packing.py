@@ -47,12 +47,10 @@ class Packing:
 
     - offsets: of each block, in the order in which they were given.
     - size_bytes: of the slab.
-    - bound_bytes: no slab is smaller than the most that lives at one time.
     """
 
     offsets: tuple[int, ...] = ()
     size_bytes: int = 0
-    bound_bytes: int = 0
 
 
 def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
@@ -80,7 +78,7 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
         tries += 1
         if tries >= _TRIES:
             limit_bytes += max(1, limit_bytes - bound_bytes)
-    return Packing(tuple(best.tolist()), _height(best, size), bound_bytes)
+    return Packing(tuple(best.tolist()), _height(best, size))
 
 
 def _height(offsets: _Ints, size: _Ints) -> int:

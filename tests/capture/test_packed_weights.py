@@ -84,7 +84,7 @@ def test_packed_weights_and_their_scales_are_counted() -> None:
     loss_of(call(net, sample)).backward()
     net.zero_grad()
     meter, residents = LiveMeter(), [*net.parameters(), *net.buffers(), *tensors_of([sample])]
-    meter.register([*residents, *planned.constants.values()])
+    meter.register([*residents, *planned.steps[0].capture.traced.constants.values()])
     with meter:
         output = call(net, sample)
         output.loss.backward()

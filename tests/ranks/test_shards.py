@@ -212,7 +212,7 @@ def test_what_is_gathered_is_in_the_predicted_peak(share: float) -> None:
         p.grad = None
     gc.collect()
     meter = LiveMeter()
-    meter.register([sample, list(net.buffers()), list(planned_forward(net).constants.values())])  # type: ignore[union-attr]
+    meter.register([sample, list(net.buffers()), list(planned_forward(net).steps[0].capture.traced.constants.values())])  # type: ignore[union-attr]
     with meter, shards.metered():
         call(net, sample).backward()
     assert shards.resident_bytes + meter.peak_bytes == plan.live_peak_bytes

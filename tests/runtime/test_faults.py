@@ -274,7 +274,12 @@ def test_an_ops_own_saved_outputs_are_counted(middle: Callable[[int], nn.Module]
     memplan.apply(net, sample, memplan.explore(net, sample)[0].floor_bytes)  # measured costs: kernel scratch is known
     plan = memplan.plan_of(net)
     assert plan.recomputed
-    residents = [*net.parameters(), *net.buffers(), sample, *planned_forward(net).constants.values()]
+    residents = [
+        *net.parameters(),
+        *net.buffers(),
+        sample,
+        *planned_forward(net).steps[0].capture.traced.constants.values(),
+    ]
     meter = LiveMeter()
     meter.register(residents)
     with meter:

@@ -178,7 +178,7 @@ def test_every_line_stays_under_its_programme(problem: Problem, data: st.DataObj
 @given(random_problems())
 def test_saved_sets_of_moments_make_legal_schedules(problem: Problem) -> None:
     flat = flatten(problem)
-    for _budget_bytes, saved in saved_of_moments(flat, lower_bound(problem, 4, 8)):
+    for saved in saved_of_moments(flat, lower_bound(problem, 4, 8)):
         order = demand_order(flat.arrays, saved, flat.op_count, 4 * flat.op_count)
         if len(order):
             timeline = simulate(problem, schedule_of(problem.graph, prune(flat.arrays, order).tolist()))

@@ -18,7 +18,6 @@ from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order, solve_grid
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
-from memplan.solvers.exact.kernel import Rules
 from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import flatten, last_reads
 from memplan.solvers.orders.sketch import sketch_of
@@ -29,7 +28,6 @@ from tests.support.random_graphs import StepBuilder, llama_like, random_problems
 
 CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
-RULES = [Rules(*switches) for switches in itertools.product((False, True), repeat=len(Rules._fields))]
 
 
 def blocks_of(problem: Problem, most_blocks: int) -> list[LocalBlock]:
@@ -38,7 +36,7 @@ def blocks_of(problem: Problem, most_blocks: int) -> list[LocalBlock]:
     chain = make_chain(flat, fine_cuts(flat, most_blocks) if most_blocks > 1 else ())
     outside = outside_of(flat, chain, last_read)
     keys = tuple(op.key for op in problem.graph.ops)
-    return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain.blocks)]
+    return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain)]
 
 
 def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
@@ -81,15 +79,6 @@ def test_equals_the_shortest_path_over_sets(question: tuple[LocalBlock, BlockBud
     answer = solve_block(*question)
     assert answer.certified
     assert checked(*question, answer) == pytest.approx(shortest(*question), rel=1e-9, abs=1e-9)
-
-
-@settings(CALM, max_examples=examples(12))
-@given(questions(6, 10))
-def test_every_subset_of_rules_gives_the_same_seconds(question: tuple[LocalBlock, BlockBudget]) -> None:
-    answers = [solve_block(*question, rules=rules, most_nodes=30_000) for rules in RULES]
-    assert all(answer.certified for answer in answers)
-    found = [checked(*question, answer) for answer in answers]
-    assert found == pytest.approx([found[0]] * len(found), rel=1e-9, abs=1e-9)
 
 
 def in_stages(block: LocalBlock, answer: BlockSolution) -> bool:
@@ -148,7 +137,7 @@ def test_a_layer_is_certified_over_its_grid() -> None:
     last_read = last_reads(flat)
     chain = make_chain(flat, coarse_cuts(flat, 3))
     outside = outside_of(flat, chain, last_read)
-    for index, part in enumerate(chain.blocks):
+    for index, part in enumerate(chain):
         block = localise(flat, part, outside.incoming[index], last_read, keys)
         if why_unsuited(block) is None and len(part.backward):
             grid = solve_grid(BlockSearch(block), (), 4, 4)

@@ -172,8 +172,8 @@ def test_chain_plans_are_legal(problem: Problem) -> None:
     most = fast(flat, keep_all(flat))[0]
     for cuts in (coarse_cuts(flat, 6), fine_cuts(flat, 12)):
         chain = make_chain(flat, cuts)
-        assert [op for b in chain.blocks for op in b.forward] == list(range(problem.graph.boundary))
-        backward = [op for b in reversed(chain.blocks) for op in b.backward]
+        assert [op for b in chain for op in b.forward] == list(range(problem.graph.boundary))
+        backward = [op for b in reversed(chain) for op in b.backward]
         assert backward == list(range(problem.graph.boundary, len(problem.graph.ops)))
         solved = solved_chain(flat, keys, chain, 2 * most, 2 * most, lambda b: cut_orders(b, 4), 8)  # one slot a byte
         for m in distinct_slots(solved.front, 6):

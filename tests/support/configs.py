@@ -10,7 +10,7 @@ from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.expand import SolvedChain, solved_with
 from memplan.solvers.chain.options import LocalBlock, block_options
-from memplan.solvers.chain.partition import Chain
+from memplan.solvers.chain.partition import Block
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 
 
@@ -26,7 +26,7 @@ def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
 
 
 def solved_chain(
-    flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+    flat: Flat, keys: tuple[str, ...], chain: tuple[Block, ...], most_bytes: int, slots: int,
     orders: Callable[[LocalBlock], Iterable[Ints]], limit: int,
 ) -> SolvedChain:  # fmt: skip
     """A chain with at most `limit` options of each block."""

@@ -71,7 +71,7 @@ def live_peak(net: nn.Module, sample: Sample, autocast: bool) -> int:
     net.zero_grad(set_to_none=True)
     planned, meter = planned_forward(net), LiveMeter()
     assert planned is not None
-    meter.register([list(net.parameters()), list(net.buffers()), sample, planned.constants])
+    meter.register([list(net.parameters()), list(net.buffers()), sample, planned.steps[0].capture.traced.constants])
     seed_all()
     with meter:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -71,7 +71,7 @@ def spread(points: tuple[memplan.Plan, ...], shares: tuple[float, ...]) -> list[
 
 def residents(net: nn.Module, sample: Sample) -> list[torch.Tensor]:
     planned = planned_forward(net)
-    constants = planned.constants.values() if planned else ()
+    constants = planned.steps[0].capture.traced.constants.values() if planned else ()
     return [*net.parameters(), *net.buffers(), *tensors_of([sample]), *constants]
 
 

@@ -168,19 +168,14 @@ class Ranks:
 
 
 class Agreement:
-    """What the ranks of a group agree on before each step of one model.
+    """What the ranks of a group agree on before each step of one model. All of them must make it.
 
     one_schedule: all ranks run one schedule, so all of them take part in planning.
     """
 
-    def __init__(self, ranks: Ranks, one_schedule: bool = False) -> None:
-        self._ranks, self._one_schedule = ranks, one_schedule
+    def __init__(self, group: torch.distributed.ProcessGroup, one_schedule: bool) -> None:
+        self._ranks, self._one_schedule = Ranks(group), one_schedule
         self._broken: Exception | None = None  # what went wrong on this rank alone
-
-    @staticmethod
-    def of(group: torch.distributed.ProcessGroup, one_schedule: bool = False) -> Agreement:
-        """An agreement between the ranks of a group. All of them must make it."""
-        return Agreement(Ranks(group), one_schedule)
 
     def step(
         self,
@@ -204,7 +199,7 @@ class Agreement:
             if _RankState.FAILED in states:
                 raise self._failure(problem)
             if _RankState.PLANS not in states:
-                if _are_equal(words):
+                if len({word.digest for word in words if word.state == _RankState.READY}) <= 1:
                     return step
                 found, step = self._one_that_all_have(step, others)
                 if found:
@@ -284,11 +279,21 @@ class Agreement:
 
     def _failure(self, problem: Exception | None) -> Exception:
         """The error for this rank where something went wrong on some rank: its own, or one that tells of another's."""
-        told = self._ranks.messages(None if problem is None else _described(problem))
+        own = None
+        if problem is not None:
+            floor_bytes = getattr(problem, "floor_bytes", None)
+            own = {"kind": type(problem).__name__, "text": str(problem), "floor_bytes": floor_bytes}
+        told = self._ranks.messages(own)
         if problem is not None:
             return problem
         rank = next(r for r, message in enumerate(told) if message is not None)
-        return _error_of(self._ranks.names[rank], told[rank])
+        name, where = told[rank]["kind"], f"on rank {self._ranks.names[rank]} of the group"
+        text, kind = f"{where}: {told[rank]['text']}", getattr(errors, name, None)
+        if kind is BudgetInfeasible:  # of the same kind where it is one of memplan's
+            return BudgetInfeasible(text, told[rank]["floor_bytes"])
+        if kind in (UnsupportedModel, PlanMismatch):
+            return kind(text)  # type: ignore[no-any-return]
+        return MemplanError(f"{where}: {name}: {told[rank]['text']}")
 
 
 class _PlanningRound:
@@ -351,11 +356,6 @@ class _PlanningRound:
         }
 
 
-def _are_equal(words: Sequence[_Word]) -> bool:
-    """Whether all ranks that have a step run the same collectives."""
-    return len({word.digest for word in words if word.state == _RankState.READY}) <= 1
-
-
 def _word(step: ServingStep | None, problem: Exception | None, idle: bool) -> _Word:
     if problem is not None:
         return _Word(_RankState.FAILED)
@@ -370,21 +370,6 @@ def _attempt(run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         return run(), None
     except Exception as error:
         return None, error
-
-
-def _described(problem: Exception) -> dict[str, Any]:
-    return {"kind": type(problem).__name__, "text": str(problem), "floor_bytes": getattr(problem, "floor_bytes", None)}
-
-
-def _error_of(rank: int, description: dict[str, Any]) -> Exception:
-    """An error of another rank, to be raised on this one: of the same kind where it is one of memplan's."""
-    kind = getattr(errors, description["kind"], None)
-    text = f"on rank {rank} of the group: {description['text']}"
-    if kind is BudgetInfeasible:
-        return BudgetInfeasible(text, description["floor_bytes"])
-    if kind in (UnsupportedModel, PlanMismatch):
-        return kind(text)  # type: ignore[no-any-return]
-    return MemplanError(f"on rank {rank} of the group: {description['kind']}: {description['text']}")
 
 
 def _named(names: Sequence[int], ranks: Sequence[int]) -> str:

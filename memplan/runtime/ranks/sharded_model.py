@@ -72,11 +72,16 @@ class ShardedModel:
         raise ValueError(f"parameters are sharded over ranks {ranks}; pass their process group as group=")
 
     def measure(self, group: torch.distributed.ProcessGroup) -> None:
-        """Find the speed of collectives. All ranks of the group call it together."""
+        """Find the speed of collectives, each from two sizes. All ranks of the group call it together."""
         if self._measured:
             return
         device = self.device or private.part_here(next(self._model.parameters())).device
-        self.network = NetworkSpeed(*(_speed(kind, group, device) for kind in NetworkSpeed._fields))
+        speeds = list[GatherSpeed]()
+        for kind in NetworkSpeed._fields:
+            small_s, large_s = (_seconds(kind, size, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES))
+            bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
+            speeds.append(GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s)))
+        self.network = NetworkSpeed(*speeds)
         self._measured = True
 
     @contextlib.contextmanager
@@ -216,13 +221,6 @@ class _WithinUnit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._unit.around(self._model, self._units, self.__wrapped__, args, kwargs)
-
-
-def _speed(kind: str, group: torch.distributed.ProcessGroup, device: torch.device) -> GatherSpeed:
-    """The speed of a kind of collective, from two sizes."""
-    small_s, large_s = (_seconds(kind, size_bytes, group, device) for size_bytes in (_SMALL_BYTES, _LARGE_BYTES))
-    bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
-    return GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s))
 
 
 def _seconds(kind: str, size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:

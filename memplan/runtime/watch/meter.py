@@ -11,8 +11,6 @@ import torch
 from memplan.capture.ops.layout import allocated_bytes, strided_parts
 from memplan.torch_private import RealOps, is_allocated, pytree
 
-LeavesOut = Callable[[torch.UntypedStorage], bool]
-
 
 class LiveMeter(RealOps):
     """Counts the bytes of storages from the op that returns them until they are freed.
@@ -27,7 +25,7 @@ class LiveMeter(RealOps):
     - leaves_out: says of a storage that it does not count.
     """
 
-    def __init__(self, leaves_out: LeavesOut | None = None) -> None:
+    def __init__(self, leaves_out: Callable[[torch.UntypedStorage], bool] | None = None) -> None:
         super().__init__()
         self._leaves_out = leaves_out
         self._sizes_bytes: dict[int, int] = {}

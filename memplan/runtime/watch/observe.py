@@ -11,8 +11,6 @@ import torch
 from memplan import torch_private as private
 from memplan.runtime.watch.meter import LiveMeter
 
-Done = Callable[[int, float], None]
-
 
 class Observer:
     """Watches the first step for its peak and the second for its seconds, then calls `done` and is finished.
@@ -29,7 +27,7 @@ class Observer:
         self,
         device: torch.device,
         held: Callable[[], object],
-        done: Done,
+        done: Callable[[int, float], None],
         leaves_out: Callable[[torch.UntypedStorage], bool],
     ) -> None:
         self.finished = False

@@ -47,7 +47,6 @@ class Guide(NamedTuple):
     At the first of the moments, `kept` of each of `values` stands.
     """
 
-    budget_bytes: int
     moment: int
     values: Ints
     kept: Floats
@@ -191,7 +190,7 @@ class _BoundSearch:
                 if moments and moments == sets[i]:
                     program, columns = self.programs[moments], self.looks[moments].columns
                     first = np.nonzero(program.moment == 0)[0]
-                    guides.append(Guide(budget_bytes, self.first + moments[0], program.value[first], columns[first]))
+                    guides.append(Guide(self.first + moments[0], program.value[first], columns[first]))
         return tuple(guides)
 
     def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = 0) -> BoundLine:

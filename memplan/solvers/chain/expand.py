@@ -10,7 +10,7 @@ import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, localise
-from memplan.solvers.chain.partition import Block, Chain, coarse_cuts, layer_cuts, make_chain
+from memplan.solvers.chain.partition import Block, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flat, Ints, last_reads
@@ -26,7 +26,7 @@ class SolvedChain:
     - pieces: runs of ops that were expanded already, by the step of a plan.
     """
 
-    chain: Chain
+    chain: tuple[Block, ...]
     locals: tuple[LocalBlock, ...]
     options: tuple[BlockOptions, ...]
     table: ChainTable
@@ -48,7 +48,7 @@ class Outside:
     incoming: tuple[tuple[int, ...], ...]
 
 
-def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+def solved_with(flat: Flat, keys: tuple[str, ...], chain: tuple[Block, ...], most_bytes: int, slots: int,
                 options_of: Callable[[LocalBlock], BlockOptions]) -> SolvedChain:  # fmt: skip
     """Options of every block, then the recurrence.
 
@@ -57,7 +57,7 @@ def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int
     """
     last_read = last_reads(flat)
     outside = outside_of(flat, chain, last_read)
-    places = zip(chain.blocks, outside.incoming, strict=True)
+    places = zip(chain, outside.incoming, strict=True)
     blocks = tuple(localise(flat, block, incoming, last_read, keys) for block, incoming in places)
     options = tuple(options_of(block) for block in blocks)
     unit = max(1, -(-most_bytes // slots))
@@ -65,7 +65,7 @@ def solved_with(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int
     return SolvedChain(chain, blocks, options, table, solve_chain(table, slots))
 
 
-def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:
+def outside_of(flat: Flat, chain: tuple[Block, ...], last_read: Ints) -> Outside:
     """What stands outside each block of a chain."""
     a = flat.arrays
     first = []
@@ -74,15 +74,15 @@ def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:
         for v in flat.makes[op]:
             if not a.held[v] and not a.rerunnable[op] and not a.overwritten[v] and last_read[v] >= 0:
                 pinned_bytes += int(a.size_bytes[v])
-    for block in chain.blocks:
+    for block in chain:
         held_bytes += sum(int(a.size_bytes[v]) for op in block.forward for v in flat.makes[op] if a.held[v])
         first.append(held_bytes + pinned_bytes)
-    grads: list[int] = [0] * len(chain.blocks)
-    incoming: list[tuple[int, ...]] = [()] * len(chain.blocks)
+    grads: list[int] = [0] * len(chain)
+    incoming: list[tuple[int, ...]] = [()] * len(chain)
     standing: list[int] = []
     surfaced = held_bytes + pinned_bytes + a.tangent_bytes
-    for index in range(len(chain.blocks) - 1, -1, -1):
-        block = chain.blocks[index]
+    for index in range(len(chain) - 1, -1, -1):
+        block = chain[index]
         start = block.backward.start
         standing = [v for v in standing if last_read[v] >= start]
         grads[index] = surfaced
@@ -96,10 +96,10 @@ def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:
     return Outside(tuple(first), tuple(grads), tuple(incoming))
 
 
-def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],
+def chain_table(flat: Flat, chain: tuple[Block, ...], blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],
                 outside: Outside, unit: int) -> ChainTable:  # fmt: skip
     """What the recurrence reads, in slots of `unit` bytes."""
-    count = len(chain.blocks)
+    count = len(chain)
     most = max(len(o.options) for o in options)
     saved, ahead, back = (np.zeros((count, most), dtype=np.int64) for _ in range(3))
     cost_first, cost_again = (np.zeros((count, most), dtype=np.float64) for _ in range(2))
@@ -112,10 +112,10 @@ def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options:
             cost_again[i, k] = option.recompute_s + option.forward_s
     incoming, a = [b.incoming_bytes for b in blocks], flat.arrays
     block_of = np.zeros(a.boundary, dtype=np.int64)
-    for index, block in enumerate(chain.blocks):
+    for index, block in enumerate(chain):
         block_of[block.forward.start : block.forward.stop] = index
     made = np.zeros((count, count), dtype=np.int64)  # bytes of each cut by the block that makes them
-    for c, block in enumerate(chain.blocks):
+    for c, block in enumerate(chain):
         cut = np.array(block.cut, dtype=np.int64)
         np.add.at(made[:, c], block_of[a.producer[cut]], a.size_bytes[cut])
     return ChainTable(
@@ -202,7 +202,7 @@ def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
                 ops = np.array(solved.locals[index].ops, dtype=np.int64)
                 ops = ops[np.array(solved.options[index].options[how].backward, dtype=np.int64)]
             else:
-                ops = np.array(solved.chain.blocks[index].forward, dtype=np.int64)
+                ops = np.array(solved.chain[index].forward, dtype=np.int64)
                 ops = ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
             solved.pieces[index, how] = ops
         found.append(solved.pieces[index, how])
@@ -221,7 +221,7 @@ def baselines(flat: Flat, blocks_limit: int) -> tuple[tuple[str, Ints], ...]:
     Either each block's forward part runs again before its backward part. Or about sqrt(n) cuts are kept, with as many
     blocks between them, and what is between runs again (Chen et al., arXiv 1604.06174).
     """
-    blocks = make_chain(flat, layer_cuts(flat, coarse_cuts(flat, blocks_limit))).blocks
+    blocks = make_chain(flat, layer_cuts(flat, coarse_cuts(flat, blocks_limit)))
     segments = max(1, round(len(blocks) ** 0.5))
     edges = [round(k * len(blocks) / segments) for k in range(segments + 1)]
     return (

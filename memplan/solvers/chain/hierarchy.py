@@ -107,15 +107,10 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFig
 
 
 class Hierarchy:
-    """Options of the blocks that are solved already, and how blocks are solved.
-
-    - asked: blocks whose options were wanted.
-    - solved: blocks whose options had to be worked out.
-    """
+    """Options of the blocks that are solved already, and how blocks are solved."""
 
     def __init__(self, figures: SearchFigures) -> None:
         self.figures = figures
-        self.asked = self.solved = 0
         self._known: dict[tuple[object, ...], BlockOptions] = {}
 
     def orders(self, flat: Flat, keys: Keys, most_bytes: int, several: Sequence[Partition]) -> Iterator[Ints]:
@@ -133,11 +128,9 @@ class Hierarchy:
 
     def options(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
         """The options of a block, found once for all that are equal. leaf: it is not to be taken apart."""
-        self.asked += 1
         name, flat = (block.signature, leaf), block.flat
         if name in self._known:
             return self._known[name]
-        self.solved += 1
         orders, limit = cut_orders(block, self.figures.block_cuts), 2 * self.figures.options
         if not leaf and flat.arrays.boundary >= _LEAST_OPS:
             limit = _OPTIONS

@@ -32,11 +32,6 @@ class Block:
     cut: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    blocks: tuple[Block, ...]
-
-
 def crossing_bytes(flat: Flat) -> Ints:
     """For positions 0..boundary the bytes made before and read by the rest of the forward pass.
 
@@ -108,7 +103,7 @@ def layer_cuts(flat: Flat, cuts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(p for p in cuts if crossing[p] <= 2 * median)
 
 
-def make_chain(flat: Flat, cuts: tuple[int, ...]) -> Chain:
+def make_chain(flat: Flat, cuts: tuple[int, ...]) -> tuple[Block, ...]:
     """Blocks between these positions, and the backward ops that go with each."""
     a = flat.arrays
     bounds = (0, *cuts, a.boundary)
@@ -136,9 +131,6 @@ def make_chain(flat: Flat, cuts: tuple[int, ...]) -> Chain:
         for index in range(int(block_of_op[a.producer[v]]), int(last[v])):
             cut_values[index].append(v)
     starts, stops = [*ends[1:].tolist(), a.boundary], ends.tolist()
-    return Chain(
-        tuple(
-            Block(range(bounds[i], bounds[i + 1]), range(starts[i], stops[i]), tuple(cut_values[i]))
-            for i in range(count)
-        )
+    return tuple(
+        Block(range(bounds[i], bounds[i + 1]), range(starts[i], stops[i]), tuple(cut_values[i])) for i in range(count)
     )

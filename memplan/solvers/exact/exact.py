@@ -24,7 +24,7 @@ from memplan.solvers.chain.options import measured as option_of
 from memplan.solvers.exact.block import Reversed, reverse, why_unsuited
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
-from memplan.solvers.exact.kernel import Rules, SearchResult, search
+from memplan.solvers.exact.kernel import SearchResult, search
 from memplan.solvers.exact.moment_bound import least_after, windows
 from memplan.solvers.exact.space import NEVER, Cell, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
@@ -63,19 +63,17 @@ class BlockSolution:
 class BlockSearch:
     """One block, many questions; what does not depend on the limits is made once."""
 
-    def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000,
-                 most_forwards: float | None = None) -> None:  # fmt: skip
+    def __init__(self, block: LocalBlock, most_nodes: int = 20_000, most_forwards: float | None = None) -> None:
         """Prepare the search of a block that it can take (`why_unsuited`).
 
         most_forwards: orders that repeat more than so many forward parts, in seconds, are of no interest. The search
         then answers as if there were none.
         """
-        self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
+        self.block, self.most_nodes = block, most_nodes
         self._whole, self._tick_s = reverse(block)
-        self._blocks = [self._whole]  # each bounds those before it from below, and has less to decide
-        if self.rules.fuse:
-            free_bytes = int(self._whole.size_bytes.max(initial=0)) >> _FREE
-            self._blocks += [fused(self._whole), fused(self._whole, free_bytes)]
+        free_bytes = int(self._whole.size_bytes.max(initial=0)) >> _FREE
+        # Each bounds those before it from below, and has less to decide.
+        self._blocks = [self._whole, fused(self._whole), fused(self._whole, free_bytes)]
         self._most_ticks = NEVER
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
@@ -132,14 +130,12 @@ class BlockSearch:
             fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits
             return SearchResult(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
         space, cell = self._cell(b, budget, upper)
-        if self.rules.windows and cell.before[-1] >= upper:
+        if cell.before[-1] >= upper:
             return SearchResult(NEVER, upper, nothing, 0)
-        most_bounded = most_nodes
-        if self.rules.table:
-            table, places = table_of(b, space, cell.limits, most_nodes)
-            cell = cell._replace(table=table, places=places)
-            most_bounded = _MOST_BOUNDED if len(table) else most_nodes
-        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, most_nodes, most_bounded)
+        table, places = table_of(b, space, cell.limits, most_nodes)
+        cell = cell._replace(table=table, places=places)
+        most_bounded = _MOST_BOUNDED if len(table) else most_nodes
+        ticks, least, path, nodes = search(space, cell, upper, most_nodes, most_bounded)
         return SearchResult(int(ticks), max(int(least), min(bound_ticks, int(ticks), upper)), path, int(nodes))
 
     def _cell(self, b: Reversed, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
@@ -156,14 +152,11 @@ class BlockSearch:
             room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
         room_bytes = np.array(room, dtype=np.int64)
         space = barring(self._spaces[id(b), with_forward], room_bytes)
-        before, price = np.zeros(steps + 1, dtype=np.int64), np.zeros(len(room), dtype=np.float64)
-        if self.rules.windows:
-            before, price = windows(space, room_bytes, _SWEEP_LABELS if self.rules.whole else 0, upper)
-            if self.rules.whole and before[-1] < upper:
-                low, high = space.needed[0, steps]
-                weight = space.weight[steps]
-                least = least_after(space.ops, weight, low, high, room_bytes[steps], upper, _BOUNDARY_LABELS)
-                before[-1] = max(int(before[-1]), int(least))
+        before, price = windows(space, room_bytes, _SWEEP_LABELS, upper)
+        if before[-1] < upper:
+            low, high = space.needed[0, steps]
+            least = least_after(space.ops, space.weight[steps], low, high, room_bytes[steps], upper, _BOUNDARY_LABELS)
+            before[-1] = max(int(before[-1]), int(least))
         limits = np.array((budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes), dtype=np.int64)
         self._cells[which] = space, Cell(limits, room_bytes, before, price, *NO_TABLE)
         return self._cells[which]

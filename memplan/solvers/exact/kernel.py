@@ -55,38 +55,6 @@ Queue = list[tuple[int, int, int]]  # (bound, step, -node): of equal bounds the 
 _STEP, _LOW, _HIGH, _SPENT, _BOUND, _BEFORE, _MOVE, _MOMENT, _STATE, _NEXT = range(10)
 _COLUMNS = 10
 
-# Bits of the rules.
-CAPACITY, WHOLE, WINDOWS, POSTPONE, ORDERED, DOMINANCE, PLUNGE = 1, 2, 4, 8, 16, 32, 64
-
-
-class Rules(NamedTuple):
-    """Switches of the search. Any subset gives an equal least time; they only differ in nodes.
-
-    - capacity: bound by moments ahead.
-    - whole: solve the most telling moment in whole values.
-    - windows: add what has to run before a moment.
-    - postpone: cross no step just after a run that could have been taken back on the other side of it.
-    - ordered: of two runs that could be taken back in either order, take back the later op first.
-    - dominance: drop nodes whose demand includes that of one no dearer.
-    - plunge: dive for solutions now and then.
-    - fuse: search with fewer values (`fuse`).
-    - table: bound by a table over sets of the largest values (`table`).
-    """
-
-    capacity: bool = True
-    whole: bool = True
-    windows: bool = True
-    postpone: bool = True
-    ordered: bool = True
-    dominance: bool = True
-    plunge: bool = True
-    fuse: bool = True
-    table: bool = True
-
-    @property
-    def bits(self) -> int:
-        return sum(1 << i for i, on in enumerate(self) if on)
-
 
 class SearchResult(NamedTuple):
     """What a search found.
@@ -135,10 +103,9 @@ def _take_back(space: Space, op: int, between_bytes: int, low: int, high: int,
 
 
 @kernel
-def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: int, enough: int) -> tuple[int, int]:
+def _appraise(space: Space, cell: Cell, step: int, low: int, high: int, enough: int) -> tuple[int, int]:
     """(bound, moment) of what is still to be spent; stops at the first bound of `enough`."""
-    windowed = bits & WINDOWS != 0
-    best = cell.before[step - 1] if windowed and step > 0 else 0
+    best = cell.before[step - 1] if step > 0 else 0
     best_moment = -1
     edge, work = space.edge, space.work
     for back in range(len(space.after)):
@@ -150,7 +117,7 @@ def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: in
         weight, room = space.weight[m], cell.room_bytes[m]
         if asked_bytes(weight, asked_low, asked_high) <= room:
             continue
-        base = cell.before[u] if windowed and u >= 0 else 0
+        base = cell.before[u] if u >= 0 else 0
         flow, _bytes, _ticks = cut_at(edge, work, weight, asked_low, asked_high, cell.price[m])
         found = price_bound(flow, room, cell.price[m])
         if base + found > best * 0.95:
@@ -161,10 +128,10 @@ def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: in
             best, best_moment = min(NEVER, base + found), m
             if best >= enough:
                 break
-    if bits & WHOLE != 0 and best_moment >= 0 and best < enough:
+    if best_moment >= 0 and best < enough:
         u = space.after[best_moment]
         asked_low, asked_high = low | space.needed[u + 1, step, 0], high | space.needed[u + 1, step, 1]
-        base = cell.before[u] if windowed and u >= 0 else 0
+        base = cell.before[u] if u >= 0 else 0
         weight, room = space.weight[best_moment], cell.room_bytes[best_moment]
         found = least_after(space.ops, weight, asked_low, asked_high, room, enough - base, int(_LABELS))
         best = max(best, min(NEVER, found + base))
@@ -172,11 +139,11 @@ def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: in
 
 
 @kernel
-def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int, moment: int) -> int:
-    """The bound at one moment and its price."""
+def _glance(space: Space, cell: Cell, bounded: bool, step: int, low: int, high: int, moment: int) -> int:
+    """The bound at one moment and its price. bounded: by moments ahead."""
     u = space.after[moment] if moment >= 0 else step
-    least = cell.before[step - 1] if bits & WINDOWS != 0 and step > 0 else 0
-    if u >= step or bits & CAPACITY == 0:
+    least = cell.before[step - 1] if step > 0 else 0
+    if u >= step or not bounded:
         return least
     low |= space.needed[u + 1, step, 0]
     high |= space.needed[u + 1, step, 1]
@@ -185,7 +152,7 @@ def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int,
         return least
     flow, _bytes, _ticks = cut_at(space.edge, space.work, space.weight[moment], low, high, cell.price[moment])
     found = price_bound(flow, room, cell.price[moment])
-    if bits & WINDOWS != 0 and u >= 0:
+    if u >= 0:
         found += cell.before[u]
     return max(least, min(NEVER, found))
 
@@ -279,7 +246,9 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
 
 
 @kernel
-def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Queue, table: Ints, node: int, tally: Ints) -> int:
+def _expand(
+    space: Space, cell: Cell, bounded: bool, tree: Ints, heap: Queue, table: Ints, node: int, tally: Ints
+) -> int:
     """Make the nodes one move further; returns the most promising. tally: nodes made, best solution, its ticks."""
     ops, limit_bytes = space.ops, cell.limits[2]
     step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
@@ -287,14 +256,14 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Queue, table:
     best = -1
     for op in range(-1, len(ops)):
         if op < 0:
-            if step == 0 or (bits & POSTPONE != 0 and _postponable(space, tree, node, limit_bytes)):
+            if step == 0 or _postponable(space, tree, node, limit_bytes):
                 continue
             fits, to_low, to_high = _cross(space.parcels, space.steps, step - 1, low, high, limit_bytes)
         else:
             if (ops[op, MADE] & low) | (ops[op, MADE + 1] & high) == 0:
                 continue
             fits, to_low, to_high = _take_back(space, op, between, low, high, limit_bytes)
-        if not fits or (bits & ORDERED != 0 and op >= 0 and _out_of_order(space, tree, node, op, limit_bytes)):
+        if not fits or (op >= 0 and _out_of_order(space, tree, node, op, limit_bytes)):
             continue
         spent = tree[node, _SPENT] + (ops[op, TICKS] if op >= 0 else 0)
         to = step - 1 if op < 0 else step
@@ -302,7 +271,7 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Queue, table:
             continue
         ahead = 0  # a step that is crossed leaves what each moment is asked for as it was
         if op >= 0:
-            ahead = _glance(space, cell, bits, to, to_low, to_high, tree[node, _MOMENT])
+            ahead = _glance(space, cell, bounded, to, to_low, to_high, tree[node, _MOMENT])
         if len(cell.table) > 0:
             ahead = max(ahead, cell.table[to, sum_of(cell.places, to_low, to_high)])
         bound = max(tree[node, _BOUND], spent + ahead)
@@ -326,7 +295,7 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Queue, table:
 
 @kernel
 def search(
-    space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int, most_bounded: int
+    space: Space, cell: Cell, upper_ticks: int, most_nodes: int, most_bounded: int
 ) -> tuple[int, int, Ints, int]:
     """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `SearchResult`.
 
@@ -347,7 +316,7 @@ def search(
     zero = int(_ROOT)
     _enter(tree, table, zero, steps, zero, zero, zero)
     tree[0, _BEFORE], tree[0, _MOVE], tree[0, _MOMENT] = -1, -1, -1
-    tree[0, _BOUND] = cell.before[steps] if bits & WINDOWS != 0 else 0
+    tree[0, _BOUND] = cell.before[steps]
     if len(cell.table) > 0:
         tree[0, _BOUND] = max(tree[0, _BOUND], cell.table[steps, 0])
     _push(tree, heap, zero)
@@ -362,13 +331,13 @@ def search(
             continue
         if tree[node, _STATE] == _OPEN:
             tree[node, _STATE] = _APPRAISED
-            if bits & DOMINANCE != 0 and _dominated(tree, shelf, node):
+            if _dominated(tree, shelf, node):
                 tree[node, _STATE] = _DROPPED
                 continue
-            if bits & CAPACITY != 0 and (tree[node, _MOVE] >= 0 or node == 0):
+            if nodes < most_bounded and (tree[node, _MOVE] >= 0 or node == 0):
                 enough = tally[2] - tree[node, _SPENT]
                 step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
-                ahead, tree[node, _MOMENT] = _appraise(space, cell, bits, step, low, high, enough)
+                ahead, tree[node, _MOMENT] = _appraise(space, cell, step, low, high, enough)
                 if tree[node, _SPENT] + ahead > tree[node, _BOUND]:  # costlier than it seemed: back to the heap
                     tree[node, _BOUND] = tree[node, _SPENT] + ahead
                     if tree[node, _BOUND] < tally[2]:
@@ -381,15 +350,13 @@ def search(
                 open_bound = min(open_bound, tree[top, _BOUND]) if top >= 0 else open_bound
             break
         nodes += 1
-        if nodes == most_bounded:
-            bits &= ~int(CAPACITY)
         tree[node, _STATE] = _EXPANDED
         if tree[node, _NEXT] == 0:
             tree[node, _NEXT] = shelf[tree[node, _STEP]] + 1
             shelf[tree[node, _STEP]] = node + 1
-        child = _expand(space, cell, bits, tree, heap, table, node, tally)
+        child = _expand(space, cell, nodes < most_bounded, tree, heap, table, node, tally)
         since = 0 if plunging else since + 1
-        if bits & PLUNGE != 0 and (plunging or since % _PLUNGE_EVERY == 1):
+        if plunging or since % _PLUNGE_EVERY == 1:
             dive = child
     length = 0
     node = tally[1]

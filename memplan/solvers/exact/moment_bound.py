@@ -228,7 +228,7 @@ def windows(space: Space, room_bytes: Ints, labels: int, upper: int) -> tuple[In
                 prices[m] = price
                 if found > 0 and base + found > least:
                     least, best_moment = min(NEVER, base + found), m
-        if labels > 0 and best_moment >= 0 and least < NEVER:
+        if best_moment >= 0 and least < NEVER:
             u = space.after[best_moment]
             base = before[u] if u >= 0 else 0
             low, high = space.needed[u + 1, t + 1, 0], space.needed[u + 1, t + 1, 1]

@@ -65,11 +65,11 @@ def cuts(task: MethodTask) -> Iterator[Sketch]:
 
 def moments(task: MethodTask) -> Iterator[Sketch]:
     """Schedules that keep what is best for the moments that the lower bound found to matter most."""
-    yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
+    yield from _from_saved(task, "moments", saved_of_moments(task.flat, task.bound))
 
 
-def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[tuple[int, Flags]]:
-    """(budget in bytes, which values are kept from the forward pass), for the budgets that the bound looked at.
+def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[Flags]:
+    """Which values are kept from the forward pass, for the budgets that the bound looked at.
 
     What the bound's programme keeps at its first moment is what a schedule near the bound keeps from the forward pass.
     The programme may keep a fraction of a value. Fractions are rounded at a few shares: above the share a value counts
@@ -84,7 +84,7 @@ def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[tuple[int, Flags]]:
             saved = early.copy()
             kept = guide.values[guide.kept > share]
             saved[kept] |= ~a.overwritten[kept]
-            yield guide.budget_bytes, saved
+            yield saved
 
 
 def blocks(task: MethodTask) -> Iterator[Sketch]:
