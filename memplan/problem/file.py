@@ -75,10 +75,9 @@ def read_checked(what: str, read: Callable[[], _T]) -> _T | InvalidPlanFile:
     """What `read` gives, or what is wrong with the content. An unreadable file stays an OSError."""
     try:
         return read()
-    except InvalidPlanFile as error:
-        return error
-    except IllegalSchedule as error:
-        return InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+    except (InvalidPlanFile, IllegalSchedule) as error:
+        unsound = InvalidPlanFile(f"the {what} file's schedule is not legal: {error}")
+        return error if isinstance(error, InvalidPlanFile) else unsound
     except (*_UNSOUND, gzip.BadGzipFile) as error:
         return InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again")
 

@@ -287,13 +287,13 @@ class Agreement:
         if problem is not None:
             return problem
         rank = next(r for r, message in enumerate(told) if message is not None)
-        name, where = told[rank]["kind"], f"on rank {self._ranks.names[rank]} of the group"
-        text, kind = f"{where}: {told[rank]['text']}", getattr(errors, name, None)
+        name, where, what = told[rank]["kind"], self._ranks.names[rank], told[rank]["text"]
+        text, kind = f"on rank {where} of the group: {what}", getattr(errors, name, None)
         if kind is BudgetInfeasible:  # of the same kind where it is one of memplan's
             return BudgetInfeasible(text, told[rank]["floor_bytes"])
         if kind in (UnsupportedModel, PlanMismatch):
             return kind(text)  # type: ignore[no-any-return]
-        return MemplanError(f"{where}: {name}: {told[rank]['text']}")
+        return MemplanError(f"on rank {where} of the group: {name}: {what}")
 
 
 class _PlanningRound:
