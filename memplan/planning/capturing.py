@@ -278,13 +278,14 @@ class Capturing:
         gathering = contextlib.nullcontext() if shards is None else shards.tracing()
 
         def look() -> OneForward:
-            if device is None or not self._placement.host:
-                here = call.detached(None if device is None else model_device(model))
-                with torch.enable_grad(), gathering, LocalCollectives(), watching:
-                    return one_forward(model, run, here, None, islands)
-            with torch.no_grad(), LocalCollectives(), watching:
-                fetched = FetchedWhereUsed(self._placement.away(), device, model)
-                return one_forward(model, run, call.detached(device), fetched, islands)
+            with gathering, LocalCollectives(), watching:
+                if device is None or not self._placement.host:
+                    here = call.detached(None if device is None else model_device(model))
+                    with torch.enable_grad():
+                        return one_forward(model, run, here, None, islands)
+                with torch.no_grad():
+                    fetched = FetchedWhereUsed(self._placement.away(), device, model)
+                    return one_forward(model, run, call.detached(device), fetched, islands)
 
         try:
             return contextvars.copy_context().run(look)
