@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from tests.support.small import Net, net_and_sample, nothing_changes
-from tests.support.zoo import assert_same_bits, run_steps
+from tests.support.zoo import assert_same_bits, copied, run_steps
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
@@ -327,8 +327,16 @@ class ExchangesAParameter(Net):
 
 class AddsABuffer(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.register_buffer("late", torch.ones(8), persistent=False)
+        self.register_buffer("late", self.made(x), persistent=False)
         return super().forward(x)
+
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ones(8)
+
+
+class AddsABufferOfData(AddsABuffer):
+    def made(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach().mean(0)
 
 
 class OwnGenerator(Net):
@@ -399,7 +407,7 @@ class SparseEmbedding(nn.Module):
         (AddsASubmodule, ["adds", "submodule late", "before memplan.apply"]),
         (ExchangesASubmodule, ["exchanges", "submodule act"]),
         (ExchangesAParameter, ["exchanges", "parameter scale"]),
-        (AddsABuffer, ["adds", "buffer late"]),
+        (AddsABufferOfData, ["adds", "buffer late"]),
         (OwnGenerator, ["enerator"]),
         (UsesNumpy, ["numpy", "test_refusals.py"]),
         (ParameterView, ["view of parameter outer.weight", "clone"]),
@@ -415,6 +423,21 @@ def test_models_that_cannot_be_captured_are_refused_by_name(kind: type[nn.Module
         memplan.plan(net, sample, 1.0, costs="estimate", in_flight=2)  # so that no run shows branches and caches
     assert [word for word in words if word not in str(caught.value)] == []
     assert memplan.plan_of(net) is None
+
+
+def test_a_buffer_that_any_first_run_adds_serves_several_forwards_in_flight() -> None:
+    net, sample = net_and_sample(AddsABuffer)
+    plain, batches = copy.deepcopy(net), [torch.randn_like(sample) for _ in range(2)]
+    memplan.apply(net, sample, "min", costs="estimate", in_flight=2)
+    for _ in range(2):
+        found = []
+        for each in (plain, net):
+            torch.manual_seed(1)
+            losses = [each(x) for x in batches]
+            for loss in reversed(losses):
+                loss.backward()
+            found.append((losses, [copied(p.grad) for p in each.parameters()], copied(dict(each.named_buffers()))))
+        assert_same_bits(*found)
 
 
 def by_numpy(x: torch.Tensor) -> torch.Tensor:

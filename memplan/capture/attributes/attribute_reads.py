@@ -18,6 +18,7 @@ import contextlib
 import io
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -174,7 +175,8 @@ def _getattribute(self: Any, name: str) -> Any:
     for names in asking or ():
         names.asked.add(name)
     value = object.__getattribute__(self, name)
-    if asking and isinstance(value, Iterator) and not isinstance(value, io.IOBase) and private.someone_traces():
+    is_iterator = isinstance(value, Iterator) and not isinstance(value, (io.IOBase, *weakref.ProxyTypes))
+    if asking and is_iterator and private.someone_traces():
         raise Refusal(
             f"forward reads {type(self).__name__}.{name}, an iterator, which nobody can put back after a trace, and "
             "which a planned step would not advance. Take its next item outside of the model, and pass that in",
