@@ -269,9 +269,9 @@ class Capturing:
     def _look_at_forward(
         self, sample: Sample | Call, islands: Islands, watching: contextlib.AbstractContextManager[None]
     ) -> OneForward | ForwardFails | UnsupportedModel:
-        """Run forward where its parameters are, to see what it does beside islands; or what goes wrong in it.
+        """Run forward where its parameters are, to see what it does outside of islands; or what goes wrong in it.
 
-        watching: entered where collectives are made up already.
+        watching: a context that forward runs in. It sees collectives before they are made up.
         """
         model, run, device, call = self._model, self._run, self._placement.device, self.call_of(sample)
         shards = self._settings.shards

@@ -53,7 +53,7 @@ def one_forward(
 ) -> OneForward:
     """Run forward once on a call, within the context `around`. Nothing of that run stays.
 
-    islands: calls of which neither reads from tensors are noted, nor what they leave in Python.
+    islands: calls whose reads from tensors, and whose changes of Python state, are not noted.
 
     Raises ForwardFails where forward raises.
     """

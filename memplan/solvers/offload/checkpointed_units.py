@@ -19,7 +19,10 @@ from memplan.solvers.orders.replay import prune
 
 
 def unit_order(graph: Graph, flat: Flat) -> Ints:
-    """That order. It may not be legal, where units write to buffers. Units around others, the root's, run once."""
+    """The order in which units run again. A unit around others, as the root is, runs once.
+
+    It may not be legal: where a unit writes to buffers, what it reads is gone.
+    """
     order = [*range(graph.boundary), BOUNDARY]
     again = _again(graph)
     for index in range(graph.boundary, len(graph.ops)):
@@ -40,8 +43,8 @@ def _again(graph: Graph) -> dict[int, list[int]]:
     again: dict[int, list[int]] = defaultdict(list)
     for unit in units.values():
         members = set(unit)
-        beside = {v for i in forward if i not in members for v in graph.ops[i].inputs}
-        inner = {v for i in unit for v in graph.ops[i].outputs} - beside
+        read_outside = {v for i in forward if i not in members for v in graph.ops[i].inputs}
+        inner = {v for i in unit for v in graph.ops[i].outputs} - read_outside
         first = next((i for i in backward if not inner.isdisjoint(graph.ops[i].inputs)), None)
         if first is not None and not any(unit[0] < other[0] < unit[-1] for other in units.values()):
             again[first] += unit
