@@ -36,6 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, searched_anew():
         patch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path_factory.mktemp("costs")))
+        folder = tmp_path_factory.getbasetemp()
+        # All workers wait for one build of DeepSpeed's extensions. Elsewhere one that was killed leaves its lock.
+        folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(folder / "torch_extensions"))
         for name in ("MEMPLAN_BUDGET", "MEMPLAN_DISABLE"):
             patch.delenv(name, raising=False)
         torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
