@@ -163,6 +163,7 @@ def apply(
     if is_disabled():
         needs = [name for name, given in (("init", init), ("shards", shards)) if given is not None]
         return leave_unplanned(model, loss_fn, needs[0] if needs else None)
+    # 1. Arguments are checked; nothing has changed yet.
     refuse_no_module(model)
     one_of("on_mismatch", on_mismatch, ("replan", "raise"))
     one_of("on_oom", on_oom, ("raise", "replan"))
@@ -190,6 +191,8 @@ def apply(
     if automatic and here.type == "cuda" and optimizer is None and settings.surroundings == Surroundings():
         log.warning("the budget 'auto' leaves no room for an optimizer's state, which comes later: pass optimizer=")
     prepare_allocator(here)
+
+    # 2. What runs in place of the model's own forward is set aside: compiled code, a plan, hooks of FSDP, checkpoints.
     given, began_s = model, time.monotonic()
     is_compiled = settings.kernels == "fused" and any(map(private.is_compiled, model.modules()))
     with contextlib.ExitStack() as aside:
@@ -207,6 +210,8 @@ def apply(
                 if settings.costs == "measure":
                     agreement.together(functools.partial(shards.measure, group))
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
+
+            # 3. A planner makes the first step, which the planned model will find among those that it chooses from.
             planner = Planner(model, original, settings, grouped=group is not None)
             planner.check_optimizer()
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -221,6 +226,8 @@ def apply(
                     step = None if make is None else make()
             if step is not None:
                 planned.choice.add(step, time.monotonic() - began_s)
+
+        # 4. The planned model's forward is put in the place of the model's own. `memplan.remove` undoes what 2. did.
         if before is not None:
             before.uninstall()
             planned.undo = before.undo
@@ -238,7 +245,7 @@ def _first_step(
     planner: Planner, sample: Sample, plan: Plan | None, less_bytes: int | None, share: Share | None = None
 ) -> ServingStep:
     """The step for the sample. plan: which it runs; less_bytes: the floor of the plan before, for fewer outputs."""
-    with planner.looking():
+    with planner.tracing():
         if plan is not None:
             return or_raise(planner.adopt(sample, plan))
         try:

@@ -84,7 +84,7 @@ class StepChoice:
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
         """A context for the time in which this rank runs the model by itself to plan it."""
-        with self._aside(), self.planner.looking():
+        with self._aside(), self.planner.tracing():
             yield
 
     def begin(self, call: Call) -> ServingStep:

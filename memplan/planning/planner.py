@@ -43,7 +43,7 @@ from memplan.runtime.program.step import PlannedStep, ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Share
 
 _Captured = Capture | UnsupportedModel
-_CaptureAgain = Callable[[], _Captured]
+_CaptureAgain = Callable[..., _Captured]
 
 
 class Planner:
@@ -88,36 +88,35 @@ class Planner:
 
     def plan(self, sample: Sample | Call) -> Plan | Refused:
         """A plan, from the best schedule that fits the budget."""
-        look = functools.partial(self._to_look_at, sample)
-        found = once_more_where_results_differ(lambda: self._planned(sample, look(), look))()
+        found = self._plan(sample)
         return self._with_advice(found, sample) if isinstance(found, Refused) else self._saying_more(*found)
+
+    @once_more_where_results_differ
+    def _plan(self, sample: Sample | Call) -> tuple[Plan, Capture] | Refused:
+        capture = functools.partial(self._uncompiled, sample)
+        return self._planned(sample, capture(), capture)
 
     @once_more_where_results_differ
     def explore(self, sample: Sample | Call) -> tuple[Plan, ...] | Refused:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        captured = self._to_look_at(sample)
+        captured = self._uncompiled(sample)
         return captured if isinstance(captured, UnsupportedModel) else self._plans.curve(captured)
 
-    def _to_look_at(self, sample: Sample | Call) -> _Captured:
-        """A captured step. Where its costs are only estimated nothing is compiled either."""
+    def _uncompiled(self, sample: Sample | Call) -> _Captured:
+        """A captured step that may never run. Where its costs are only estimated no kernels are compiled either."""
         return self.capturing.capture(sample, dry=self.settings.costs != "measure")
 
     def _planned(
-        self, sample: Sample | Call, captured: _Captured, again: _CaptureAgain
+        self, sample: Sample | Call, captured: _Captured, capture: _CaptureAgain
     ) -> tuple[Plan, Capture] | Refused:
-        """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed.
-
-        again: captures the step once more.
-        """
-        if isinstance(captured, UnsupportedModel):
-            return captured
-        spare = functools.partial(self.capturing.spare, sample)
-        if captured.islands and self.settings.budget == "min" and spare():
-            return self._planned(sample, again(), again)
-        plan = self._plans.plan(captured)
-        if isinstance(plan, BudgetInfeasible) and captured.islands and spare():
-            return self._planned(sample, again(), again)
-        return plan if isinstance(plan, Refused) else (plan, captured)
+        """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed."""
+        while isinstance(captured, Capture):
+            if self.settings.budget != "min" or not self.capturing.spare(sample):
+                plan = self._plans.plan(captured)
+                if not isinstance(plan, BudgetInfeasible) or not self.capturing.spare(sample):
+                    return plan if isinstance(plan, Refused) else (plan, captured)
+            captured = capture()
+        return captured
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -137,14 +136,15 @@ class Planner:
         - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
-        in_one_order = share is not None and self.settings.shards is not None
-        if not known and not varying and not in_one_order:
+        if share is not None and self.settings.shards is not None:
+            varying = Varying()  # the gradients of all schedules of a capture arrive in one order
+        elif not known and not varying:
             varying = self.capturing.declared(self.capturing.call_of(sample))
         found: ServingStep | Refused | None = None
-        if varying and not in_one_order:  # the gradients of all schedules of a capture arrive in one order
+        if varying:
             found = or_refusal(self._step, sample, known, None, like, varying)
             if isinstance(way := way_of(found), OtherResults):
-                log.info("such calls are planned for each size, because %s", found)
+                log.info("each size gets a plan of its own, because %s", found)
                 note_results(way.found, way.unsteady)  # what ops give at other sizes nobody knows
                 found = None
         if share is not None:  # others would not go along with a second try, and would wait for advice
@@ -203,59 +203,57 @@ class Planner:
             if isinstance(captured, UnsupportedModel):
                 return self._unplanned.step(sample, known, captured)
             found = self._unsearched(captured, known, share)
-        if share is None and self.capturing.alone:  # other ranks may run collectives in another order
-            for op in captured.traced.graph.ops:
-                if op.is_collective:
-                    raise UnsupportedModel(
-                        f"{op.layer or 'the model'} runs the collective {op.kind}, and each rank would plan when by "
-                        "itself. Pass the ranks that run it together as group=, then all of them run one plan"
-                    )
+        collective = next((op for op in captured.traced.graph.ops if op.is_collective), None)
+        if collective is not None and share is None and self.capturing.alone:
+            return UnsupportedModel(  # other ranks may run collectives in another order
+                f"{collective.layer or 'the model'} runs the collective {collective.kind}, and each rank would plan "
+                "when by itself. Pass the ranks that run it together as group=, then all of them run one plan"
+            )
         if found is not None:
             return found
+        if share is None:
+            step = self._searched(sample, captured, capture)
+            return self._or_unplanned(step, sample, known, captured.islands) if captured.islands else step
+        if captured.traced.sizes is not None:
+            return self._sized(self.capturing.at_largest(captured))
+        return self._whole(captured, *self._shared(captured, known, share))
+
+    def _searched(self, sample: Sample | Call, captured: Capture, capture: _CaptureAgain) -> PlannedStep | Refused:
+        """The step of a capture, with plans from a search. capture: captures it once more."""
+        of_one_size: _Captured = captured
         if captured.traced.sizes is not None:
             step = self._sized(self.capturing.at_largest(captured))
-            if not isinstance(step, BudgetInfeasible) or not captured.islands or share is not None:
+            if not isinstance(step, BudgetInfeasible) or not captured.islands:
                 return step
             capture = functools.partial(capture, varying=Varying())
-            captured = capture()  # a step of this size alone has other ways to fit
-            if isinstance(captured, UnsupportedModel):
-                return captured
-        if share is not None:
-            return self._whole(captured, *self._shared(captured, known, share))
-        if captured.islands:
-            return self._with_islands(sample, known, captured, capture)
-        plan = self._plans.plan(captured)
-        return plan if isinstance(plan, Refused) else self._whole(captured, plan)
+            of_one_size = capture()  # it has other ways to fit
+        found = self._planned(sample, of_one_size, capture)
+        return found if isinstance(found, Refused) else self._whole(found[1], found[0])
 
-    def _with_islands(
-        self,
-        sample: Sample | Call,
-        known: Sequence[ServingStep],
-        captured: Capture,
-        capture: _CaptureAgain,
+    def _or_unplanned(
+        self, step: PlannedStep | Refused, sample: Sample | Call, known: Sequence[ServingStep], islands: Sequence[str]
     ) -> ServingStep | Refused:
-        """A step of a capture with islands. It runs unplanned where no plan fits.
+        """The step of a capture with islands, or an unplanned one where no plan fits.
 
-        capture: captures it once more. With the budget "min" the step runs unplanned if that takes less. It may, if the
-        layers that run differ from step to step: an island around them then saves at one time what all of them save.
+        With the budget "min" the step runs unplanned if that takes less. It may, if the layers that run differ from
+        step to step: an island around them then saves at one time what all of them save.
         """
-        refusal = UnsupportedModel("; ".join(captured.islands))
-        unplanned = functools.partial(self._unplanned.step, sample, known, refusal)
-        found = self._planned(sample, captured, capture)
-        if isinstance(found, Refused):
-            step = unplanned() if isinstance(found, BudgetInfeasible) else found
-            return found if isinstance(step, Refused) else step  # the refusal that says what a plan would need
-        plan, captured = found
-        calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
-        branching = [i for i in calls if i.varies and i.module and layers_of(self.model.get_submodule(i.module))]
-        if branching and self.settings.budget == "min":
-            limit_bytes = self.limits.budget_bytes
-            self.limits.reset(plan.peak_bytes - 1)
-            step = unplanned()
-            if not isinstance(step, Refused):
-                return step
+        unplanned = functools.partial(self._unplanned.step, sample, known, UnsupportedModel("; ".join(islands)))
+        if isinstance(step, BudgetInfeasible):
+            other = unplanned()
+            return step if isinstance(other, Refused) else other  # the refusal says what a plan would need
+        if isinstance(step, Refused) or self.settings.budget != "min" or step.capture.traced.sizes is not None:
+            return step
+        calls = (k.target.island for k in step.capture.traced.kernels if isinstance(k.target, IslandKernel))
+        if not any(i.varies and i.module and layers_of(self.model.get_submodule(i.module)) for i in calls):
+            return step
+        limit_bytes = self.limits.budget_bytes
+        self.limits.reset(step.plan.peak_bytes - 1)
+        other = unplanned()
+        if isinstance(other, Refused):
             self.limits.reset(limit_bytes)
-        return self._whole(captured, plan)
+            return step
+        return other
 
     def _unsearched(self, captured: Capture, known: Sequence[ServingStep], share: Share | None) -> PlannedStep | None:
         """A step whose plan needs no search; None where there is none."""
@@ -311,13 +309,11 @@ class Planner:
         captured = capture()
         if isinstance(captured, UnsupportedModel):
             return captured
-        if captured.traced.sizes is not None:
-            return self._sized(captured)
-        same = None if self.settings.shards is not None else self._equal_step(captured, known)
-        if same is not None:
-            return same
-        found = self._planned(call, captured, capture)
-        return found if isinstance(found, Refused) else self._whole(found[1], found[0])
+        if captured.traced.sizes is None and self.settings.shards is None:
+            same = self._equal_step(captured, known)
+            if same is not None:
+                return same
+        return self._searched(call, captured, capture)
 
     def is_same(
         self,
@@ -348,7 +344,7 @@ class Planner:
                 "through .data, or make a plan without it"
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
-        if difference is not None and captured.islands and self.capturing.spare(sample):
+        if difference is not None and self.capturing.spare(sample):
             captured = or_raise(self.capturing.capture(sample))
             difference = first_difference(plan.problem.graph, captured.traced.graph)
         if self.settings.takes_any_size and self.placement.host_budget is None:
@@ -368,7 +364,7 @@ class Planner:
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
-    def looking(self) -> contextlib.AbstractContextManager[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which this rank runs the model to plan it: sharded parameters are not gathered."""
         shards = self.settings.shards
         return contextlib.nullcontext() if shards is None else shards.tracing()
