@@ -189,7 +189,7 @@ class StepChoice:
         with self.planning():
             step = plan() if unsteady is None else self._without(unsteady, plan)
             if isinstance(step, NothingToTrain) and self.alone:
-                log.info("such calls run unplanned, because %s", step)
+                log.info("calls like this one run unplanned, because %s", step)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
             if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
                 return step.saying(f". {longest}")
@@ -248,13 +248,14 @@ class StepChoice:
         capturing.decide(False)
         step = plan()
         if isinstance(step, Refused):
-            log.info("each way of such calls gets a plan, because %s", step)
+            log.info("each branch gets a plan of its own, because %s", step)
             capturing.decide(True)
             return plan()
         self.known.keep(lambda known: all(known is not other for other, _ in declined))
         log.warning(
-            "such calls have taken %d ways, so what branches runs unplanned: %s", _MOST_BRANCHES, declined[-1][1]
-        )
+            "forward has taken %d branches for calls like this one, so what branches runs unplanned: %s",
+            _MOST_BRANCHES, declined[-1][1],
+        )  # fmt: skip
         return step
 
     def _new_step(
@@ -280,7 +281,7 @@ class StepChoice:
             return None
         shapes = [shape for shape, _ in sizes.layouts(found)]
         varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
-        return f"Of such calls, the longest that fits has {', '.join(varying)}"
+        return f"Of calls of other sizes, the longest that fits has {', '.join(varying)}"
 
     def in_place_of(self, before: ServingStep, after: ServingStep) -> ServingStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.

@@ -145,7 +145,7 @@ class Capturing:
             if isinstance(found, NothingToTrain) or isinstance(way_of(found), TakeBranches):
                 return found
             self._refused += not isinstance(found, private.FixedSize)
-            log.info("such calls are planned for each size, because %s", found)
+            log.info("each size gets a plan of its own, because %s", found)
         return captured(tangents, Varying())
 
     def declared(self, call: Call) -> Varying:

@@ -71,7 +71,7 @@ class UnplannedSteps:
             peak_bytes, limit_bytes, layers = measured
         within = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
         how = f"with {len(layers)} layers checkpointed by PyTorch, " if layers else ""
-        log.warning("such calls run unplanned, %sat %s: %s", how, within, str(error).partition("\n")[0])
+        log.warning("calls like this one run unplanned, %sat %s: %s", how, within, str(error).partition("\n")[0])
         return EagerStep.of(self._model, self._forward, call, device.type, layers)
 
     def _refusal(self, error: UnsupportedModel) -> UnsupportedModel | None:
@@ -147,8 +147,8 @@ class UnplannedSteps:
         fitting = [layers for layers, peak_bytes in ways.items() if peak_bytes <= limit_bytes]
         if not fitting:
             return BudgetInfeasible(
-                f"such calls can only run unplanned, at {format_bytes(least_bytes)} ({least_bytes} bytes), and that "
-                f"does not fit {format_bytes(limit_bytes)}: {error}",
+                f"calls like this one can only run unplanned, at {format_bytes(least_bytes)} ({least_bytes} bytes), "
+                f"and that does not fit {format_bytes(limit_bytes)}: {error}",
                 least_bytes,
             )
         return ways[fitting[0]], limit_bytes, fitting[0]

@@ -146,7 +146,7 @@ def test_a_model_that_calls_them_itself_runs_unplanned(kind: str, caplog: pytest
         found.append(run_steps(planned, sample, 3))
         assert memplan.plan_of(planned) is None
         (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert warning.startswith("such calls run unplanned")
+        assert warning.startswith("calls like this one run unplanned")
         assert_names(warning, kind)
     plain = run_steps(net, sample, 3)
     for each in found:

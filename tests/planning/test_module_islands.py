@@ -686,7 +686,7 @@ def test_a_branch_of_the_model_itself(traits: dict[str, Any], caplog: pytest.Log
         memplan.apply(net, sample, floor_bytes - 1)
     memplan.apply(net, sample, floor_bytes)
     assert memplan.plan_of(net) is None
-    assert [r for r in caplog.records if r.message.startswith("such calls run unplanned, at ")]
+    assert [r for r in caplog.records if r.message.startswith("calls like this one run unplanned, at ")]
     for batch in (sample, -sample):
         assert_same_bits(run_steps(plain, batch), run_steps(net, batch))
     assert len(planned_forward(net).steps) == 1  # type: ignore[union-attr]

@@ -804,7 +804,7 @@ def test_a_step_that_runs_unplanned_does_not_offload(caplog: pytest.LogCaptureFi
     planned = copy.deepcopy(net)
     memplan.apply(planned, sample, 1.0, costs="estimate", host_budget="1GiB")
     assert memplan.plan_of(planned) is None
-    assert "such calls run unplanned" in caplog.text
+    assert "calls like this one run unplanned" in caplog.text
     assert_same_bits(run_steps(net, sample), run_steps(planned, sample))
     with pytest.raises(memplan.BudgetInfeasible, match="can only run unplanned"):
         memplan.apply(copy.deepcopy(net), sample, 0.5, costs="estimate", host_budget="1GiB")
