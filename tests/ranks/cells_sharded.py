@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
+from memplan.capture.ops import real_results
 from memplan.capture.ops.ways import Refusal
 from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
@@ -38,7 +39,7 @@ from memplan.problem.schedule import Compute
 from memplan.runtime.ranks import agreement, sharded_model
 from memplan.torch_private import run_in_mode
 from tests.planning.test_offload import CountingStreams, DeviceMeter
-from tests.ranks.cells_agreement import rank, refused, told_by_all
+from tests.ranks.cells_agreement import Stack, rank, refused, told_by_all
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, plans_wait_for_gloo, storage_bytes
 from tests.support.zoo import copied, first_difference, loss_of
@@ -920,6 +921,34 @@ def refusals() -> str | None:
     )
 
 
+ODD = torch.library.Library("memplan_test_ranks", "DEF")
+ODD.define("odd(Tensor x) -> Tensor")
+ODD.impl("odd", lambda x: x.t().contiguous().t(), "CPU")
+ODD.impl("odd", lambda x: torch.empty_like(x), "Meta")
+
+
+class Odd(Stack):
+    """Has an op whose fake kernel is wrong about how its result lies in memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = super().forward(x) + torch.ops.memplan_test_ranks.odd.default(x).square().sum()
+        return loss
+
+
+def other_results(rows: tuple[int, int], in_units: bool) -> str | None:
+    """Ranks on which ops give other results than were traced plan in one more round. rows: of each rank's batch."""
+
+    def made() -> Made:
+        torch.manual_seed(0)
+        net, x = Odd().train(), torch.randn(rows[rank()], 16)
+        return sharded(net, net.layers) if in_units else net, {"x": x}
+
+    real_results._NOTED.clear()
+    plain, (net, sample) = train(*made()), made()
+    memplan.apply(net, sample, 1.0, config="checkmate", group=torch.distributed.group.WORLD)
+    return first_difference(plain, train(net, sample), "result") or (None if memplan.plan_of(net) else "no plan")
+
+
 TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "units": (units, False),
     "uneven parts": (functools.partial(units, 15, 31, 49), False),
@@ -947,6 +976,10 @@ FOUR = {
 CELLS = {name: Cell(functools.partial(compare, make), full=full) for name, (make, full) in TWO.items()}
 CELLS |= {name: Cell(functools.partial(compare, make), world=4, full=name != "HSDP") for name, make in FOUR.items()}
 CELLS |= {
+    "other results": Cell(lambda: other_results((64, 64), True)),
+    "other results, other batches": Cell(lambda: other_results((16, 64), True)),
+    "other results, no units": Cell(lambda: other_results((64, 64), False)),
+    "other results, other batches, no units": Cell(lambda: other_results((64, 16), False)),
     "accumulated": Cell(functools.partial(compare, units, 3)),
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel), full=True),

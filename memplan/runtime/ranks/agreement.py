@@ -9,7 +9,8 @@ on the CPU, what it is about to run:
   makes; ranks that ask for other plans make theirs at the same time.
 - The signatures differ, and ranks have further steps for their calls: they tell each other of those, and run one that
   all have.
-- Something goes wrong on one rank: it is raised on all of them.
+- Something goes wrong on one rank: it is raised on all of them. Where its ops gave other results than were traced,
+  there is another round instead.
 
 Each exchange waits as long as the group's own timeout says, because a rank may be planning or evaluating. A rank that
 has died is noticed at once. A rank that plans may wait elsewhere for others (in a collective of the model's forward, in
@@ -37,6 +38,8 @@ import torch
 
 from memplan import errors
 from memplan import torch_private as private
+from memplan.capture.ops.real_results import note_results
+from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
 from memplan.runtime.program.step import ServingStep
 
@@ -192,7 +195,7 @@ class Agreement:
         Errors of these are raised on every rank. Raises PlanMismatch where the ranks' steps have different collectives.
         """
         step, problem = (None, self._broken) if self._broken is not None else _attempt(look)
-        planned = False
+        planned, noted = False, OtherResults()
         while True:
             words = [_Word.unpack(w) for w in self._ranks.words(_word(step, problem, plan is None).pack())]
             states = {word.state for word in words}
@@ -210,6 +213,10 @@ class Agreement:
             if plan is not None and (step is None or self._one_schedule):
                 step, problem = self._attempt(functools.partial(plan, planning.share))
                 problem = None if planning.leader_failed else problem  # the leader tells the reason itself
+                way = way_of(problem)
+                if isinstance(way, OtherResults) and way != noted:  # this rank traces again in another round
+                    note_results(way.found, way.unsteady)
+                    problem, noted = None, way
             planning.finish()
 
     def together(self, run: Callable[[], object]) -> None:
