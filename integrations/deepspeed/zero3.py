@@ -294,8 +294,7 @@ class _RestingHook:
     """A hook of DeepSpeed on the model itself, which does nothing in planned calls."""
 
     def __init__(self, hook: Callable[..., Any], shards: ZeroShards) -> None:
-        own: Callable[..., Any] = getattr(hook, "_hook", hook)  # a hook that rests for a plan before this one has one
-        self._hook = own
+        self._hook: Callable[..., Any] = getattr(hook, "_hook", hook)  # which rests for a plan before this one
         self._shards = shards
 
     def __call__(self, *arguments: Any) -> Any:
@@ -321,43 +320,26 @@ def _refuse(engine: Any) -> None:
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
     parameters = list(engine.module.parameters())  # some belong to modules that were leaves before
     leaves += [type(p.ds_z3_leaf_module).__name__ for p in parameters if z3_leaf_parameter(p)]
-    reasons = (
-        (
-            engine.is_deepcompile_enabled(),
-            'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out',
-        ),
-        (
-            str(getattr(offload.offload_device, "value", offload.offload_device)) == "nvme",
-            'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop '
-            "it",
-        ),
-        (
-            bool(offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights),
-            "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out",
-        ),
-        (
-            int(engine.config.get("zero_optimization", {}).get("mics_shard_size", -1)) > 0,
-            "MiCS. Leave mics_shard_size out",
-        ),
-        (bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out"),
-        (
-            bool(engine.torch_autocast_enabled()),
-            "torch_autocast, under which DeepSpeed rounds a parameter or not, by what gathered it last. Use "
-            '"bf16": {"enabled": true} instead',
-        ),
-        (
-            bool(leaves),
-            f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
-            "set_z3_leaf_modules, and stage3_module_granularity_threshold, out",
-        ),
-        (
-            any(not hasattr(p, "ds_id") for p in parameters),
-            "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize",
-        ),
-    )
-    for found, reason in reasons:
-        if found:
-            raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
+    where = str(getattr(offload.offload_device, "value", offload.offload_device))
+    mics_size = int(engine.config.get("zero_optimization", {}).get("mics_shard_size", -1))
+    quantized = offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights
+    sharded = all(hasattr(p, "ds_id") for p in parameters)
+    reasons = {
+        'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out': engine.is_deepcompile_enabled(),
+        'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop '
+        "it": where == "nvme",
+        "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out": quantized,
+        "MiCS. Leave mics_shard_size out": mics_size > 0,
+        "ZenFlow. Leave zenflow out": engine.optimizer.zenflow,
+        "torch_autocast, under which DeepSpeed rounds a parameter or not, by what gathered it last. Use "
+        '"bf16": {"enabled": true} instead': engine.torch_autocast_enabled(),
+        f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
+        "set_z3_leaf_modules, and stage3_module_granularity_threshold, out": leaves,
+        "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize": not sharded,
+    }
+    reason = next((reason for reason, found in reasons.items() if found), None)
+    if reason is not None:
+        raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
 
 
 def _look_at_budgets(budget: Any, group: Any) -> None:
