@@ -97,22 +97,16 @@ class WritesUndone(private.RealOps):
         self._memory.undo()
 
 
-class OtherLeaves:
+class OtherLeaves(contextlib.ExitStack):
     """Tensors that get gradients though they are no parameters or arguments: a list may hold them, or a closure.
 
     As a context, it puts their gradients back, and keeps their hooks from running. found: those known so far.
     """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
         self._known = set(map(id, known))
-        self._stack = contextlib.ExitStack()
         self.found: list[torch.Tensor] = []
-
-    def __enter__(self) -> OtherLeaves:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def look_behind(self, starts: Sequence[torch.Tensor]) -> None:
         """Find those to which backward from these outputs gives gradients, and take what they have aside."""
@@ -121,8 +115,8 @@ class OtherLeaves:
                 continue
             self._known.add(id(leaf))
             self.found.append(leaf)
-            self._stack.callback(setattr, leaf, "grad", leaf.grad)
+            self.callback(setattr, leaf, "grad", leaf.grad)
             for table in filter(None, (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)):
-                self._stack.callback(table.update, dict(table))
+                self.callback(table.update, dict(table))
                 table.clear()
             leaf.grad = None

@@ -40,10 +40,9 @@ class LiveMeter(RealOps):
                     self._see(part.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def reset_peak(self) -> int:
-        """Start a new peak at the bytes that are live now. Returns the old peak."""
-        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
-        return peak_bytes
+    def reset_peak(self) -> None:
+        """Start a new peak at the bytes that are live now."""
+        self.peak_bytes = self.live_bytes
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = self.run_op(func, args, kwargs)
