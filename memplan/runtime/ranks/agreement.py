@@ -31,7 +31,7 @@ import enum
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -57,28 +57,7 @@ class SharedPlans(NamedTuple):
     others: list[bytes]
 
 
-class Share(Protocol):
-    """Gives plans, as bytes, to ranks that ask for them at the same time.
-
-    Among ranks that ask for one kind of plan, the one with the lowest known budget makes it; of equal ones, the one
-    with the lowest number.
-
-    - kind: equal for ranks that can share a plan.
-    - budget_bytes: this rank's budget; 0 is one that is not known.
-    - make: makes the plan, from the figures of these ranks, in any order; from none where `exact` is equal on all of
-      them.
-    - exact: equal for ranks whose steps are equal.
-    - figures: gives what this rank tells the others, in a form that JSON can hold.
-    """
-
-    def __call__(
-        self,
-        kind: str,
-        budget_bytes: int,
-        make: Callable[[list[Any]], bytes],
-        exact: str = "",
-        figures: Callable[[], Any] = ...,
-    ) -> SharedPlans: ...
+Share = Callable[..., SharedPlans]  # `_PlanningRound.share`
 
 
 class _RankState(enum.IntEnum):
@@ -91,17 +70,10 @@ class _RankState(enum.IntEnum):
 
 
 class _Word(NamedTuple):
-    """The sixteen bytes that a rank sends before a step: its state, and the digest of its collectives."""
+    """What a rank says before a step, in sixteen bytes: its state, and the digest of its collectives."""
 
     state: _RankState
-    digest: bytes = bytes(8)
-
-    def pack(self) -> bytes:
-        return bytes([self.state]) + bytes(7) + self.digest
-
-    @staticmethod
-    def unpack(data: bytes) -> _Word:
-        return _Word(_RankState(data[0]), data[8:])
+    digest: bytes
 
 
 class Ranks:
@@ -194,7 +166,7 @@ class Agreement:
         step, problem = (None, self._broken) if self._broken is not None else _attempt(look)
         planned = False
         while True:
-            words = [_Word.unpack(w) for w in self._ranks.words(_word(step, problem, plan is None).pack())]
+            words = self._words(step, problem, idle=plan is None)
             states = {word.state for word in words}
             if _RankState.FAILED in states:
                 raise self._failure(problem)
@@ -215,9 +187,18 @@ class Agreement:
     def together(self, run: Callable[[], object]) -> None:
         """Run something on all ranks. What goes wrong in it on one rank is raised on all."""
         _, problem = self._attempt(run)
-        words = self._ranks.words(_word(None, problem, idle=True).pack())
-        if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
+        if any(word.state == _RankState.FAILED for word in self._words(None, problem, idle=True)):
             raise self._failure(problem)
+
+    def _words(self, step: ServingStep | None, problem: Exception | None, idle: bool) -> list[_Word]:
+        """What each rank says. This one has a step or a problem, only takes part, or needs a plan."""
+        state, digest = _RankState.IDLE if idle else _RankState.PLANS, bytes(8)
+        if problem is not None:
+            state = _RankState.FAILED
+        elif step is not None:
+            state, digest = _RankState.READY, step.collectives.digest
+        words = self._ranks.words(bytes([state]) + bytes(7) + digest)
+        return [_Word(_RankState(word[0]), word[8:]) for word in words]
 
     def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         """What `run` gives, or the error that it ends with. Waiting for other ranks in vain is an error too."""
@@ -311,7 +292,18 @@ class _PlanningRound:
         exact: str = "",
         figures: Callable[[], Any] = lambda: None,
     ) -> SharedPlans:
-        """The plan for ranks that ask for this kind, made by one of them. Called once in a round at most."""
+        """Plans, as bytes, for ranks that ask for them at the same time. Called once in a round at most.
+
+        Among ranks that ask for one kind of plan, the one with the lowest known budget makes it; of equal ones, the one
+        with the lowest number.
+
+        - kind: equal for ranks that can share a plan.
+        - budget_bytes: this rank's budget; 0 is one that is not known.
+        - make: makes the plan, from the figures of these ranks, in any order; from none where `exact` is equal on all
+          of them.
+        - exact: equal for ranks whose steps are equal.
+        - figures: gives what this rank tells the others, in a form that JSON can hold.
+        """
         assert not self._shared, "a step has one plan"
         requests = self._ask(kind, budget_bytes, exact)
         alike = [rank for rank, (other, *_) in enumerate(requests) if other == kind]
@@ -337,7 +329,6 @@ class _PlanningRound:
             self._hand_over(b"")
 
     def _ask(self, kind: str | None, budget_bytes: int, exact: str) -> list[Any]:
-        """What each rank asks for."""
         self._shared = True
         return self._ranks.messages([kind, budget_bytes, exact])
 
@@ -354,14 +345,6 @@ class _PlanningRound:
             rank: self._ranks.broadcast(plan if rank == self._ranks.rank else b"", size, rank) if size else b""
             for rank, size in enumerate(sizes)
         }
-
-
-def _word(step: ServingStep | None, problem: Exception | None, idle: bool) -> _Word:
-    if problem is not None:
-        return _Word(_RankState.FAILED)
-    if step is not None:
-        return _Word(_RankState.READY, step.collectives.digest)
-    return _Word(_RankState.IDLE if idle else _RankState.PLANS)
 
 
 def _attempt(run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

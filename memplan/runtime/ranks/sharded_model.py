@@ -110,7 +110,6 @@ class ShardedModel:
                 self.give_back()
 
     def give_back(self) -> None:
-        """Put the hooks of units back."""
         for unit in self._units:
             unit.give_back()
         if isinstance(vars(self._model).get("forward"), _WithinUnit):
@@ -210,11 +209,7 @@ class _WithinUnit:
     """The forward of a model that is a unit itself, with what the unit's hooks on the model do."""
 
     def __init__(
-        self,
-        unit: private.FsdpUnit,
-        units: Sequence[private.FsdpUnit],
-        model: nn.Module,
-        original: Callable[..., Any],
+        self, unit: private.FsdpUnit, units: Sequence[private.FsdpUnit], model: nn.Module, original: Callable[..., Any]
     ) -> None:
         self._unit, self._units, self._model = unit, units, model
         self.__wrapped__, self.__name__ = original, "forward"
