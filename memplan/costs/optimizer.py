@@ -207,7 +207,6 @@ def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, 
 
 
 def _step(twin: torch.optim.Optimizer, device: torch.device) -> _AllocationMeter:
-    """Step a twin. Gives what it allocated."""
     meter = _AllocationMeter(device)
     try:
         with meter, torch.no_grad():

@@ -54,7 +54,6 @@ class UnplannedLoss:
             self._is_inside = False
 
     def uninstall(self) -> None:
-        """Put the original forward back."""
         if self._own_attribute:
             self._model.forward = self._original
         else:

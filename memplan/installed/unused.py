@@ -21,7 +21,6 @@ class UnusedPlan:
         self._model = weakref.ref(model)
 
     def watch(self) -> None:
-        """Watch optimizers until `end`."""
         _hear_of_steps()
         _watching.add(self)
 

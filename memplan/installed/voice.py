@@ -23,7 +23,6 @@ class Voice:
         self._shows = surroundings == Surroundings() and (not ranks or torch.distributed.get_rank() == 0)
 
     def has_said(self, subject: str) -> bool:
-        """Whether there has been a word of this."""
         return subject in self._said
 
     def is_first(self, subject: str) -> bool:
@@ -33,7 +32,6 @@ class Voice:
         return first
 
     def warn(self, news: Mapping[str, str]) -> None:
-        """Warn of each subject once."""
         for subject, text in news.items():
             if self.is_first(subject):
                 log.warning("%s", text)

@@ -45,15 +45,8 @@ def _function(target: Any) -> Callable[..., Any] | None:
     if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
-    for home, kind in (
-        (torch, types.BuiltinFunctionType),
-        (private.nn_functions, types.BuiltinFunctionType),
-        (torch.Tensor, types.MethodDescriptorType),
-    ):
-        function = getattr(home, name, None)
-        if isinstance(function, kind):
-            return function
-    return None
+    found = (getattr(home, name, None) for home in (torch, private.nn_functions, torch.Tensor))
+    return next((f for f in found if isinstance(f, (types.BuiltinFunctionType, types.MethodDescriptorType))), None)
 
 
 def _look(thing: Any) -> Any:
@@ -71,7 +64,6 @@ def _look(thing: Any) -> Any:
 
 
 def _tensor(thing: Any) -> Any:
-    """The tensor in the place of a node, or of what stands for a layout."""
     if isinstance(thing, MetaTensor):
         return thing.build()
     return thing.meta["val"] if isinstance(thing, fx.Node) else thing

@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.runtime.program.outputs import Returned
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 
@@ -39,7 +38,6 @@ class Written:
 
     @staticmethod
     def of(traced: Traced) -> Written:
-        """What the forward of a trace writes to."""
         graph, names = traced.graph, list[str]()
         in_forward = {v for op in graph.ops[: graph.boundary] for v in (*op.outputs, *(e.new for e in op.effects))}
         for_good, versions, in_backward = bool(traced.reassigned), set[int](), set[str]()
@@ -147,7 +145,7 @@ class InFlight:
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
-    - returned: the outputs, where their use before backward has to be checked.
+    - returned: checks how the outputs were used, where that has to be checked before backward.
     - spent: what was saved is gone, so a backward has to run forward again.
     """
 
@@ -162,7 +160,7 @@ class InFlight:
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
-    returned: Returned | None = None
+    returned: Callable[[Collection[int]], None] | None = None
     spent: bool = False
 
     def spend(self) -> None:
