@@ -1,16 +1,14 @@
 """Streams that copy between device and host memory: the one place with streams, events and pinned memory.
 
-Without a GPU the same program runs on `FakeStreams`. A copy then happens when it is waited for, or at random before.
+Without a GPU the same program runs on `FakeStreams`. A copy then happens when it is waited for.
 Until then its target holds NaN, so that a missing wait or a missing reference shows as wrong numbers.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 import threading
 import weakref
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -56,53 +54,37 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Bytes of a storage. The storage may be freed meanwhile."""
-
-    storage: weakref.ref[Any]
-    start: int
-    size_bytes: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Span:
-        # A storage's Python object lives exactly as long as the storage, whoever holds that.
-        return _Span(weakref.ref(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel())
-
-    def tensor(self) -> torch.Tensor | None:
-        storage = self.storage()
-        return None if storage is None else bytes_within(storage, self.start, self.size_bytes)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class _FakeCopy:
-    source: _Span
-    target: _Span
+    """A copy between two storages, which may be freed before it runs."""
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        # A storage's Python object lives exactly as long as the storage, whoever holds that.
+        found = [(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.numel()) for t in (source, target)]
+        self._spans = found
 
     def run(self) -> None:
-        source, target = self.source.tensor(), self.target.tensor()
-        if source is not None and target is not None:  # else the memory is somebody else's by now
-            target.copy_(source)
+        spans = [(storage(), start, size_bytes) for storage, start, size_bytes in self._spans]
+        there = [bytes_within(storage, *where) for storage, *where in spans if storage is not None]
+        if len(there) == 2:  # else the memory is somebody else's by now
+            there[1].copy_(there[0])
 
 
 class FakeStreams:
-    """Streams on a CPU whose copies happen as late as possible, or early at random. They keep nothing alive.
+    """Streams on a CPU whose copies happen as late as possible. They keep nothing alive.
 
     They are stricter than real ones: copies are in no order, so each has to be waited for. Threads that update
-    parameters may wait for copies too. seed: of the random early copies; None never copies early.
+    parameters may wait for copies too.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = None if seed is None else random.Random(seed)
+    def __init__(self) -> None:
         self._pending: list[_FakeCopy] = []
         self._lock = threading.RLock()  # a copy that frees memory may end in here again
 
     def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
         target.fill_(_POISON)
-        copy = _FakeCopy(_Span.of(source), _Span.of(target))
+        copy = _FakeCopy(source, target)
         with self._lock:
             self._pending.append(copy)
-            self._run_some()
         return copy
 
     def wait(self, event: _FakeCopy) -> None:
@@ -110,7 +92,6 @@ class FakeStreams:
             if event in self._pending:
                 self._pending.remove(event)
                 event.run()
-            self._run_some()
 
     def finish(self, event: _FakeCopy) -> None:
         self.wait(event)
@@ -121,13 +102,6 @@ class FakeStreams:
 
     def computing(self) -> Any:
         return None
-
-    def _run_some(self) -> None:
-        if self._random is not None:
-            early = [copy for copy in self._pending if self._random.random() < 0.3]
-            self._pending = [copy for copy in self._pending if copy not in early]
-            for copy in early:
-                copy.run()
 
 
 Streams = CudaStreams | FakeStreams
