@@ -173,20 +173,24 @@ class Agreement:
             if _RankState.PLANS not in states:
                 if len({word.digest for word in words if word.state == _RankState.READY}) <= 1:
                     return step
-                found, step = self._one_that_all_have(step, others)
-                if found:
-                    return step
+                own: dict[str, ServingStep] = {}
+                for one in () if step is None else (step, *others()):
+                    own.setdefault(one.collectives.digest.hex(), one)
+                first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
+                common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
+                if common is not None:  # steps with equal collectives on all ranks
+                    return own.get(common)
                 if planned or not self._one_schedule:
                     raise self._mismatch(words, step)
             planning, planned = _PlanningRound(self._ranks), True
             if plan is not None and (step is None or self._one_schedule):
-                step, problem = self._attempt(functools.partial(plan, planning.share))
+                step, problem = _attempt(functools.partial(plan, planning.share), self._ranks.alone())
                 problem = None if planning.leader_failed else problem  # the leader tells the reason itself
             planning.finish()
 
     def together(self, run: Callable[[], object]) -> None:
         """Run something on all ranks. What goes wrong in it on one rank is raised on all."""
-        _, problem = self._attempt(run)
+        _, problem = _attempt(run, self._ranks.alone())
         if any(word.state == _RankState.FAILED for word in self._words(None, problem, idle=True)):
             raise self._failure(problem)
 
@@ -199,15 +203,6 @@ class Agreement:
             state, digest = _RankState.READY, step.collectives.digest
         words = self._ranks.words(bytes([state]) + bytes(7) + digest)
         return [_Word(_RankState(word[0]), word[8:]) for word in words]
-
-    def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-        """What `run` gives, or the error that it ends with. Waiting for other ranks in vain is an error too."""
-
-        def alone() -> _T:
-            with self._ranks.alone():
-                return run()
-
-        return _attempt(alone)
 
     def keep(self, before: ServingStep, after: ServingStep) -> None:
         """Check a step that takes the place of the agreed one on this rank alone.
@@ -227,17 +222,6 @@ class Agreement:
             "with loss_fn="
         )
         raise self._broken
-
-    def _one_that_all_have(
-        self, step: ServingStep | None, others: Callable[[], Sequence[ServingStep]]
-    ) -> tuple[bool, ServingStep | None]:
-        """Whether there are steps with equal collectives on all ranks, and the one that this rank has."""
-        own: dict[str, ServingStep] = {}
-        for one in () if step is None else (step, *others()):
-            own.setdefault(one.collectives.digest.hex(), one)
-        first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
-        common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
-        return (False, step) if common is None else (True, own.get(common))
 
     def _mismatch(self, words: Sequence[_Word], step: ServingStep | None) -> PlanMismatch:
         """The error for every rank where steps have different collectives."""
@@ -305,7 +289,8 @@ class _PlanningRound:
         - figures: gives what this rank tells the others, in a form that JSON can hold.
         """
         assert not self._shared, "a step has one plan"
-        requests = self._ask(kind, budget_bytes, exact)
+        self._shared = True
+        requests = self._ranks.messages([kind, budget_bytes, exact])
         alike = [rank for rank, (other, *_) in enumerate(requests) if other == kind]
         leader = min(alike, key=lambda rank: (not requests[rank][1], requests[rank][1], rank))
         uneven = len({requests[rank][2] for rank in alike}) > 1
@@ -325,12 +310,8 @@ class _PlanningRound:
     def finish(self) -> None:
         """Take part in the rest of the round."""
         if not self._shared:
-            self._tell(self._ask(None, 0, ""), None)
+            self._tell(self._ranks.messages([None, 0, ""]), None)
             self._hand_over(b"")
-
-    def _ask(self, kind: str | None, budget_bytes: int, exact: str) -> list[Any]:
-        self._shared = True
-        return self._ranks.messages([kind, budget_bytes, exact])
 
     def _tell(self, requests: Sequence[Any], own: Any) -> list[Any]:
         """The figures of each rank, where ranks that ask for one kind of plan have different steps; else nothing."""
@@ -347,10 +328,13 @@ class _PlanningRound:
         }
 
 
-def _attempt(run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """What `run` gives, or the error that it ends with."""
+def _attempt(
+    run: Callable[[], _T], around: contextlib.AbstractContextManager[None] | None = None
+) -> tuple[_T | None, Exception | None]:
+    """What `run` gives in the context `around` it, or the error that it ends with."""
     try:
-        return run(), None
+        with around or contextlib.nullcontext():
+            return run(), None
     except Exception as error:
         return None, error
 
