@@ -45,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             outcome: Outcome = given.run(given)
         except (Mistake, MemplanError) as error:
-            mistake = _mistake_of(error)
+            remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
+            mistake = Mistake("the step can't be planned", str(error), remedy)
+            if isinstance(error, Mistake):
+                mistake = error
+            elif isinstance(error, InvalidPlanFile):
+                remedy = "make it anew: memplan plan ... --out FILE"
+                mistake = Mistake("the plan file can't be used", str(error), remedy)
             cause = mistake.cause.replace("\n", "\n         ")
             text = f"memplan: {mistake.what}\n  cause: {cause}\n  next:  {mistake.next_step}"
             facts = {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}
@@ -55,12 +61,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(outcome.text, file=sys.stderr if outcome.status == MISTAKEN else sys.stdout)
     return outcome.status
-
-
-def _mistake_of(error: Mistake | MemplanError) -> Mistake:
-    if isinstance(error, Mistake):
-        return error
-    if isinstance(error, InvalidPlanFile):
-        return Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE")
-    remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
-    return Mistake("the step can't be planned", str(error), remedy)
