@@ -88,7 +88,7 @@ class StepChoice:
 
     def begin(self, call: Call) -> ServingStep:
         # Gradients of an earlier step are there in loops that zero them between forward and backward, or add them up.
-        self._held.look(not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients)
+        self._held.look("gradients" not in self.voice.said and self.planner.limits.may_hold_gradients)
         if self.is_fixed:
             why = self._why_no_room()
             self._held.extra_bytes = 0

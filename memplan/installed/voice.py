@@ -12,23 +12,20 @@ from memplan.problem.data import Surroundings
 
 
 class Voice:
-    """Says things of one model, each once.
+    """Says things of one model, each once. said: subjects of which there has been a word.
 
     surroundings: if there is an engine, it shows what it runs. Of several ranks, the first one speaks.
     """
 
     def __init__(self, surroundings: Surroundings) -> None:
-        self._said: set[str] = set()
+        self.said: set[str] = set()
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._shows = surroundings == Surroundings() and (not ranks or torch.distributed.get_rank() == 0)
 
-    def has_said(self, subject: str) -> bool:
-        return subject in self._said
-
     def is_first(self, subject: str) -> bool:
         """Whether there has been no word of this. From now on there has."""
-        first = subject not in self._said
-        self._said.add(subject)
+        first = subject not in self.said
+        self.said.add(subject)
         return first
 
     def warn(self, news: Mapping[str, str]) -> None:

@@ -28,9 +28,14 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
 
     args, kwargs: the arguments, with nodes of a trace for tensors.
     """
-    function = _function(target)
-    if function is None:
+    if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return target  # type: ignore[no-any-return]
+    # The compiled function or method of the op's name.
+    name = target._schema.name.removeprefix("aten::")
+    named = (getattr(home, name, None) for home in (torch, private.nn_functions, torch.Tensor))
+    function = next((f for f in named if isinstance(f, (types.BuiltinFunctionType, types.MethodDescriptorType))), None)
+    if function is None:
+        return target
     key = (target, function, _look(args), _look(kwargs))
     if key not in _KNOWN:
         args, kwargs = private.pytree.tree_map(_tensor, (args, kwargs))
@@ -38,15 +43,6 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
             wanted, found = _arriving(target, args, kwargs), _arriving(function, args, kwargs)
         _KNOWN[key] = function if wanted[0] is target and _same(wanted, found) else target
     return _KNOWN[key]
-
-
-def _function(target: Any) -> Callable[..., Any] | None:
-    """The compiled function or method of an op's name."""
-    if not isinstance(target, private.OpOverload) or target.namespace != "aten":
-        return None
-    name = target._schema.name.removeprefix("aten::")
-    found = (getattr(home, name, None) for home in (torch, private.nn_functions, torch.Tensor))
-    return next((f for f in found if isinstance(f, (types.BuiltinFunctionType, types.MethodDescriptorType))), None)
 
 
 def _look(thing: Any) -> Any:

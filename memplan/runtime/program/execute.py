@@ -192,8 +192,8 @@ class Runner:
             raise
         python_state.pop_all()
         self.store.transfers.forward_reads_done()
-        outputs = results[: program.output_count]
-        saved = results[program.output_count :]
+        count = len(self.outputs.names)
+        outputs, saved = results[:count], results[count:]
         # A view among the outputs must not look like one, or the caller could not edit it in place.
         outputs = [t if i in program.input_outputs else t.detach() for i, t in enumerate(outputs)]
         # Detached, for an output that holds itself through its graph would outlive its last user.
@@ -262,8 +262,7 @@ class Runner:
         self._known_sizes.add(state.numbers)
         self.arrived = layouts_of(tangents)
         self.store.transfers.all_reads_done()
-        keys: list[int | str] = [*self.program.input_gradients, *self.program.parameter_gradients]
-        found = zip(keys, results, strict=True)
+        found = zip(self.program.gradients, results, strict=True)
         return {key: gradient for key, gradient in found if key not in self.store.absent}
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:

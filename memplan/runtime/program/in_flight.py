@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,11 +41,12 @@ class Written:
         graph, names = traced.graph, list[str]()
         in_forward = {v for op in graph.ops[: graph.boundary] for v in (*op.outputs, *(e.new for e in op.effects))}
         for_good, versions, in_backward = bool(traced.reassigned), set[int](), set[str]()
-        successors: dict[int | None, list[int]] = {}
+        first, in_one_memory = list[int](), dict[int, set[int]]()  # values by the first that had their memory
         for index, value in enumerate(graph.values):
-            successors.setdefault(value.reuses, []).append(index)
-        for index, value in enumerate(graph.values):
-            if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
+            first.append(index if value.reuses is None else first[value.reuses])
+            in_one_memory.setdefault(first[index], set()).add(index)
+        for index, later in in_one_memory.items():
+            if graph.values[index].resident and len(later) > 1:
                 sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
                 if not later & in_forward:
                     in_backward |= {s.name for s in sources if s.kind == "constant"}
@@ -60,16 +61,6 @@ class Written:
             and versions.isdisjoint(effect.new for effect in op.effects)
         ]
         return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good), frozenset(in_backward))
-
-
-def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
-    """A value and those that later take over its memory.
-
-    successors: for each value, those that take over its memory next.
-    """
-    yield value
-    for later in successors.get(value, ()):
-        yield from _versions(successors, later)
 
 
 class Watched:

@@ -126,8 +126,12 @@ class _Lowering(ProgramNodes):
                     self.fetches[value] = self.side.call(transfers.stayed, (self._the_slab(), source))
                     self.live[value] = {}
                     self.awaited.add(value)
+                case Offload(value) if value in self.graph.gradients:
+                    copied = (self._the_slab(), self._whole(value))
+                    self.host_copies[value] = self.side.call(transfers.offload_gradient, copied)
                 case Offload(value):
-                    self._offload(value, index)
+                    placed = (self._the_slab(), self._whole(value), self.host_memory.offsets[index])
+                    self.host_copies[value] = self.side.call(transfers.offload, placed)
                 case Prefetch(value):
                     self._prefetch(value)
                 case Wait(value):
@@ -265,14 +269,6 @@ class _Lowering(ProgramNodes):
             self.slab = self.side.call(transfers.open_slab, (self.side.store, self.host_memory.size_bytes))
         return self.carry(self.slab)
 
-    def _offload(self, value: int, index: int) -> None:
-        slab, tensor = self._the_slab(), self._whole(value)
-        if value in self.graph.gradients:
-            self.host_copies[value] = self.side.call(transfers.offload_gradient, (slab, tensor))
-        else:
-            copy = self.side.call(transfers.offload, (slab, tensor, self.host_memory.offsets[index]))
-            self.host_copies[value] = copy
-
     def _whole(self, value: int) -> fx.Node:
         """A tensor from which all of a value's memory is reached."""
         instance = self.live[value]
@@ -394,9 +390,7 @@ class _Lowering(ProgramNodes):
             backward_state=tuple(dict.fromkeys([*self.backward.state_names, *with_gradient])),
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
             input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
-            output_count=len(self.outputs),
-            input_gradients=tuple(positions),
-            parameter_gradients=tuple(self.returned),
+            gradients=(*positions, *self.returned),
             grads=self.grads,
             collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
             staying=tuple(map(self._parameter, self.staying)),

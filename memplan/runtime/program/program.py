@@ -34,9 +34,7 @@ class Program:
     - backward_state: parameters and buffers that backward reads or gives gradients to.
     - backward_outputs: positions of the outputs whose memory backward reads.
     - input_outputs: outputs that are inputs themselves: position of the output -> position of the input.
-    - output_count: the number of outputs.
-    - input_gradients: position of the input that each of the first results of backward belongs to.
-    - parameter_gradients: names of the parameters that the other results of backward belong to.
+    - gradients: position of the input, or name of the parameter, that each result of backward belongs to.
     - grads: what `lower` was told.
     - collectives: events that other ranks have to run in the same order, as in `Collectives`.
     - staying: parameters of which copies stay on the device between steps.
@@ -50,9 +48,7 @@ class Program:
     backward_state: tuple[str, ...]
     backward_outputs: tuple[int, ...]
     input_outputs: dict[int, int]
-    output_count: int
-    input_gradients: tuple[int, ...]
-    parameter_gradients: tuple[str, ...]
+    gradients: tuple[int | str, ...]
     grads: Grads
     collectives: tuple[str, ...]
     staying: tuple[str, ...]

@@ -123,7 +123,10 @@ class IslandRuns(private.RealOps):
                 self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
                 self._inside.add(storage_key(tensor))
         self._noted["reads"] += func is private.READ_SCALAR
-        self._noted["shapes"] += _has_shape_of_data(func, args)
+        if func is torch.ops.aten.index.Tensor:
+            self._noted["shapes"] += any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        else:
+            self._noted["shapes"] += private.has_shape_of_data(func)
         return result
 
     def _note_behind(self, memory: Mapping[int, Any]) -> None:
@@ -408,13 +411,6 @@ def _memory_of(things: Any) -> dict[int, Any]:
     """The memory of tensors, in containers too, by key."""
     tensors = (t for t in pytree.tree_leaves(things) if isinstance(t, torch.Tensor) and has_memory(t))
     return {storage_key(t): private.known_storage(t) for t in tensors}
-
-
-def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op gives a tensor whose shape depends on data."""
-    if func is torch.ops.aten.index.Tensor:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return private.has_shape_of_data(func)
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
