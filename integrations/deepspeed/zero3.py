@@ -47,10 +47,10 @@ def apply_sharded(
 ) -> None:
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. All of its ranks have to call it, in train mode.
 
-    All ranks run one schedule, because all must gather in one order. It fits each rank's batch
-    in its budget. Beside what `memplan.apply` counts, the budget is for this rank's part of parameters, gradients and
-    optimizer state, for what the optimizer's step takes, for the buffer in which gradients are reduced, and for another
-    of its size that reducing takes.
+    All ranks run one schedule, because all must gather in one order. It fits each rank's batch in its budget. Beside
+    what `memplan.apply` counts, the budget is for this rank's part of parameters, gradients and optimizer state, for
+    what the optimizer's step takes, for the buffer in which gradients are reduced, and for another of its size that
+    reducing takes.
 
     - sample: None plans the first call when it comes.
     - gather_speed: of one parameter after the other; None measures it.
@@ -134,28 +134,21 @@ class ZeroShards:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        modules = list(self._module.modules())
-        books = [(vars(m), {k: v for k, v in vars(m).items() if k in _FUNCTIONS}) for m in modules]
-        tables = [(table, dict(table)) for m in modules for table in (m._forward_pre_hooks, m._forward_hooks)]
-        reading = [p for m in modules if getattr(p := m._parameters, "_in_forward", False)]
-        for table, before in tables:
-            for key, hook in before.items():
-                if id(hook) in self._gathering:
-                    del table[key]
-        for attributes, functions in books:
-            attributes.update(dict.fromkeys(functions, _Passing))
-        for parameters in reading:
-            parameters._in_forward = False  # type: ignore[attr-defined]
-        try:
+        with contextlib.ExitStack() as stack:
+            for module in self._module.modules():
+                for table in (module._forward_pre_hooks, module._forward_hooks):
+                    before = dict(table)
+                    stack.callback(table.update, before)
+                    stack.callback(table.clear)
+                    for key in [key for key, hook in before.items() if id(hook) in self._gathering]:
+                        del table[key]
+                functions = {name: own for name, own in vars(module).items() if name in _FUNCTIONS}
+                stack.callback(vars(module).update, functions)
+                vars(module).update(dict.fromkeys(functions, _Passing))
+                if getattr(module._parameters, "_in_forward", False):
+                    stack.callback(setattr, module._parameters, "_in_forward", True)
+                    module._parameters._in_forward = False  # type: ignore[attr-defined]
             yield
-        finally:
-            for table, before in tables:
-                table.clear()
-                table.update(before)
-            for attributes, functions in books:
-                attributes.update(functions)
-            for parameters in reading:
-                parameters._in_forward = True  # type: ignore[attr-defined]
 
     def begin(self, used: Collection[int]) -> None:
         astray = (

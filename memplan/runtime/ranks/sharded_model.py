@@ -101,13 +101,12 @@ class ShardedModel:
             if self._model in unit.modules:
                 self._own = vars(self._model).get("forward")
                 self._model.forward = _WithinUnit(unit, self._units, self._model, self._model.forward)
-        self._taken_over, failed = True, True
-        try:
+        self._taken_over = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.give_back)
             yield
-            failed = False
-        finally:
-            if failed or not for_good:
-                self.give_back()
+            if for_good:
+                stack.pop_all()
 
     def give_back(self) -> None:
         for unit in self._units:

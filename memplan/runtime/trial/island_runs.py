@@ -230,11 +230,8 @@ class IslandRuns(private.RealOps):
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
         noted_before = Counter(self._noted)
         self._inside, self._behind = set(_memory_of(tensors)), {}
-        self._within = True
-        try:
+        with private.exchanged(self, _within=True):
             returned = run()
-        finally:
-            self._within = False
         self._note_behind(_memory_of(returned))
         self._read_behind[island.name] = dict(self._behind)
         behind = self._read_behind[island.name].keys()

@@ -61,17 +61,13 @@ def one_forward(
         reads = NotedReads([*model.parameters(), *call.tensors])
         buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
-        shown = {island.called: island for island in islands.calls}
+        kept = {island.called: island.kept for island in islands.calls}
 
         @contextlib.contextmanager
         def unheard(called: Any) -> Iterator[None]:
             """A context for the call of an island: what it reads, and leaves in Python, is no concern of forward."""
-            was_paused, reads.is_paused = reads.is_paused, True
-            try:
-                with shown[called].kept(model) if called in shown else contextlib.nullcontext():
-                    yield
-            finally:
-                reads.is_paused = was_paused
+            with private.exchanged(reads, is_paused=True), kept.get(called, contextlib.nullcontext)(model):
+                yield
 
         def run_it(called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
             with unheard(called):
