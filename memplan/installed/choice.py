@@ -337,10 +337,7 @@ class StepChoice:
         self._held.extra_bytes = 0
 
     def tell_of_backward(self, step: PlannedStep, again: bool) -> None:
-        """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
-
-        again: it is a further backward through the same forward.
-        """
+        """Warn once of what a further backward (`again`) through a forward costs, or of sums unlike eager's."""
         if again:
             self.voice.warn({"again": _AGAIN})
         self.voice.warn(self._shared.news(step, self._held.parameters if self._held.exist or again else ()))

@@ -21,7 +21,7 @@ from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.passes import UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
 from memplan.installed.unplanned import UnplannedLoss
-from memplan.installed.unused import UnusedPlan
+from memplan.installed.unused import end_watch, watch_optimizers
 from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
@@ -67,7 +67,6 @@ class PlannedForward:
         self._own_attribute = "forward" in vars(model)
         self._is_set_aside = False  # the model's own forward is wanted
         self._lock = threading.RLock()  # held by the thread that calls it, for planning exchanges parts of the model
-        self._unused = UnusedPlan(model)
         functools.update_wrapper(self, original)
 
     @property
@@ -109,7 +108,7 @@ class PlannedForward:
                 return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
 
     def _run_planned(self, call: Call) -> Any:
-        self._unused.end()
+        end_watch(self.model)
         step, again = self.choice.begin(call), False
         while True:
             try:
@@ -181,14 +180,14 @@ class PlannedForward:
 
     def install(self) -> None:
         if vars(self.model).get("forward") is not self:
-            self._unused.watch()
+            watch_optimizers(self.model)
         self.model.forward = self
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.install()
 
     def uninstall(self) -> None:
         self.choice.known.let_go()
-        self._unused.end()
+        end_watch(self.model)
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.remove()
         self.leave(self.model)
