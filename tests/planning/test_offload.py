@@ -432,7 +432,7 @@ def test_a_copy_that_keeps_nothing_alive_makes_wrong_numbers(monkeypatch: pytest
         assert_same_bits(expected, run_steps(net, sample, steps=1))
 
 
-class CountingStreams(FakeStreams):
+class CountingStreams(EarlyStreams):
     """Counts the host memory that copies use."""
 
     host_bytes = 0
