@@ -6,6 +6,7 @@ Until then its target holds NaN, so that a missing wait or a missing reference s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -116,7 +117,7 @@ def bytes_within(storage: torch.UntypedStorage, start: int, size_bytes: int) -> 
     return empty.set_(storage, start, (size_bytes,), (1,))
 
 
-_SAMPLE_BYTES, _LEAST_SAMPLE_BYTES = 64 << 20, 1 << 20
+_SAMPLES_BYTES = (64 << 20, 16 << 20, 4 << 20, 1 << 20)
 _PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Express 4.0 with 16 lanes gives
 
 
@@ -128,14 +129,10 @@ def measure_link(device: torch.device) -> Link:
     """
     if device.type != "cuda":
         return _PRETENDED
-    size_bytes = _SAMPLE_BYTES
-    while True:
-        try:
+    for size_bytes in _SAMPLES_BYTES[:-1]:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return _speed_of_copies(device, size_bytes)
-        except torch.OutOfMemoryError:
-            if size_bytes <= _LEAST_SAMPLE_BYTES:
-                raise
-            size_bytes //= 4
+    return _speed_of_copies(device, _SAMPLES_BYTES[-1])
 
 
 def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:

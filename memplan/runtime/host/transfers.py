@@ -96,10 +96,7 @@ class Standing:
         self._copies = {}
 
     def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]], stream: Any) -> None:
-        """Take copies from a step that ends. Each comes with what its parameter held when the step began.
-
-        stream: the stream that the step computes on.
-        """
+        """Take copies from a step that ends, each with what its parameter held as the step began. stream: of `keep`."""
         self._stream = stream
         self._copies = {
             id(contents.parameter): (contents, memory)

@@ -332,10 +332,7 @@ class Runner:
         return stack
 
     def takes(self, tangents: Tangents, autocast: Autocast | None, numbers: Numbers) -> bool:
-        """Whether backward was made for gradients of this layout, under this autocast.
-
-        numbers: of the forward's sizes.
-        """
+        """Whether backward was made for gradients of this layout, under this autocast, at these sizes."""
         return not isinstance(self.backwards.program_for(tangents, autocast, numbers), str)
 
     def check_unchanged(self, state: InFlight) -> None:

@@ -60,10 +60,7 @@ class Backwards:
         self.programs = [program for _, program in programs]
 
     def program_for(self, tangents: Tangents, autocast: Autocast | None, numbers: Numbers) -> fx.GraphModule | str:
-        """The program for gradients of this layout, under this autocast; in words why there is none, if there is none.
-
-        numbers: of the forward's sizes.
-        """
+        """The program for gradients of this layout, under this autocast, at these sizes; or why there is none."""
         if autocast not in self.autocasts:
             there = "outside of" if autocast is None else "under"
             return (
