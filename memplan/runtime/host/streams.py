@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -55,19 +55,24 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
 
-class _FakeCopy:
-    """A copy between two storages, which may be freed before it runs."""
+class _Span(NamedTuple):
+    """Bytes of a storage, which may be freed meanwhile: its Python object lives exactly as long as the storage."""
 
+    storage: weakref.ref[Any]
+    start: int
+    size_bytes: int
+
+
+class _FakeCopy:
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        # A storage's Python object lives exactly as long as the storage, whoever holds that.
-        found = [(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.numel()) for t in (source, target)]
-        self._spans = found
+        self.source, self.target = (
+            _Span(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.numel()) for t in (source, target)
+        )
 
     def run(self) -> None:
-        spans = [(storage(), start, size_bytes) for storage, start, size_bytes in self._spans]
-        there = [bytes_within(storage, *where) for storage, *where in spans if storage is not None]
-        if len(there) == 2:  # else the memory is somebody else's by now
-            there[1].copy_(there[0])
+        source, target = self.source.storage(), self.target.storage()
+        if source is not None and target is not None:  # else the memory is somebody else's by now
+            bytes_within(target, *self.target[1:]).copy_(bytes_within(source, *self.source[1:]))
 
 
 class FakeStreams:
