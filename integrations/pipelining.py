@@ -255,7 +255,6 @@ class _Stage:
         stage.submod.forward = self._forward
 
     def remove(self) -> None:
-        """Put the stage's own forward back."""
         if self._own_attribute:
             self.stage.submod.forward = self._original
         else:

@@ -129,7 +129,6 @@ class _StageForward:
         )
 
     def remove(self) -> None:
-        """Put engine and module back as they were."""
         self._engine.module.activation_checkpoint_interval = self._interval
         del self._engine.module.forward
         if self._hook is not None:

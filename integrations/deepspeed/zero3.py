@@ -47,10 +47,10 @@ def apply_sharded(
 ) -> None:
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. All of its ranks have to call it, in train mode.
 
-    All ranks run one schedule, because all must gather in one order. It fits each rank's batch
-    in its budget. Beside what `memplan.apply` counts, the budget is for this rank's part of parameters, gradients and
-    optimizer state, for what the optimizer's step takes, for the buffer in which gradients are reduced, and for another
-    of its size that reducing takes.
+    All ranks run one schedule, because all must gather in one order. It fits each rank's batch in its budget. Beside
+    what `memplan.apply` counts, the budget is for this rank's part of parameters, gradients and optimizer state, for
+    what the optimizer's step takes, for the buffer in which gradients are reduced, and for another of its size that
+    reducing takes.
 
     - sample: None plans the first call when it comes.
     - gather_speed: of one parameter after the other; None measures it.
@@ -134,28 +134,21 @@ class ZeroShards:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        modules = list(self._module.modules())
-        books = [(vars(m), {k: v for k, v in vars(m).items() if k in _FUNCTIONS}) for m in modules]
-        tables = [(table, dict(table)) for m in modules for table in (m._forward_pre_hooks, m._forward_hooks)]
-        reading = [p for m in modules if getattr(p := m._parameters, "_in_forward", False)]
-        for table, before in tables:
-            for key, hook in before.items():
-                if id(hook) in self._gathering:
-                    del table[key]
-        for attributes, functions in books:
-            attributes.update(dict.fromkeys(functions, _Passing))
-        for parameters in reading:
-            parameters._in_forward = False  # type: ignore[attr-defined]
-        try:
+        with contextlib.ExitStack() as stack:
+            for module in self._module.modules():
+                for table in (module._forward_pre_hooks, module._forward_hooks):
+                    before = dict(table)
+                    stack.callback(table.update, before)
+                    stack.callback(table.clear)
+                    for key in [key for key, hook in before.items() if id(hook) in self._gathering]:
+                        del table[key]
+                functions = {name: own for name, own in vars(module).items() if name in _FUNCTIONS}
+                stack.callback(vars(module).update, functions)
+                vars(module).update(dict.fromkeys(functions, _Passing))
+                if getattr(module._parameters, "_in_forward", False):
+                    stack.callback(setattr, module._parameters, "_in_forward", True)
+                    module._parameters._in_forward = False  # type: ignore[attr-defined]
             yield
-        finally:
-            for table, before in tables:
-                table.clear()
-                table.update(before)
-            for attributes, functions in books:
-                attributes.update(functions)
-            for parameters in reading:
-                parameters._in_forward = True  # type: ignore[attr-defined]
 
     def begin(self, used: Collection[int]) -> None:
         astray = (
@@ -294,8 +287,7 @@ class _RestingHook:
     """A hook of DeepSpeed on the model itself, which does nothing in planned calls."""
 
     def __init__(self, hook: Callable[..., Any], shards: ZeroShards) -> None:
-        own: Callable[..., Any] = getattr(hook, "_hook", hook)  # a hook that rests for a plan before this one has one
-        self._hook = own
+        self._hook: Callable[..., Any] = getattr(hook, "_hook", hook)  # which rests for a plan before this one
         self._shards = shards
 
     def __call__(self, *arguments: Any) -> Any:
@@ -321,43 +313,26 @@ def _refuse(engine: Any) -> None:
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
     parameters = list(engine.module.parameters())  # some belong to modules that were leaves before
     leaves += [type(p.ds_z3_leaf_module).__name__ for p in parameters if z3_leaf_parameter(p)]
-    reasons = (
-        (
-            engine.is_deepcompile_enabled(),
-            'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out',
-        ),
-        (
-            str(getattr(offload.offload_device, "value", offload.offload_device)) == "nvme",
-            'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop '
-            "it",
-        ),
-        (
-            bool(offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights),
-            "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out",
-        ),
-        (
-            int(engine.config.get("zero_optimization", {}).get("mics_shard_size", -1)) > 0,
-            "MiCS. Leave mics_shard_size out",
-        ),
-        (bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out"),
-        (
-            bool(engine.torch_autocast_enabled()),
-            "torch_autocast, under which DeepSpeed rounds a parameter or not, by what gathered it last. Use "
-            '"bf16": {"enabled": true} instead',
-        ),
-        (
-            bool(leaves),
-            f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
-            "set_z3_leaf_modules, and stage3_module_granularity_threshold, out",
-        ),
-        (
-            any(not hasattr(p, "ds_id") for p in parameters),
-            "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize",
-        ),
-    )
-    for found, reason in reasons:
-        if found:
-            raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
+    where = str(getattr(offload.offload_device, "value", offload.offload_device))
+    mics_size = int(engine.config.get("zero_optimization", {}).get("mics_shard_size", -1))
+    quantized = offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights
+    sharded = all(hasattr(p, "ds_id") for p in parameters)
+    reasons = {
+        'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out': engine.is_deepcompile_enabled(),
+        'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop '
+        "it": where == "nvme",
+        "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out": quantized,
+        "MiCS. Leave mics_shard_size out": mics_size > 0,
+        "ZenFlow. Leave zenflow out": engine.optimizer.zenflow,
+        "torch_autocast, under which DeepSpeed rounds a parameter or not, by what gathered it last. Use "
+        '"bf16": {"enabled": true} instead': engine.torch_autocast_enabled(),
+        f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
+        "set_z3_leaf_modules, and stage3_module_granularity_threshold, out": leaves,
+        "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize": not sharded,
+    }
+    reason = next((reason for reason, found in reasons.items() if found), None)
+    if reason is not None:
+        raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
 
 
 def _look_at_budgets(budget: Any, group: Any) -> None:

@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 import memplan
-from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
+from memplan.command_line.outcomes import DONE, NO_FIT, Commands, Mistake, Outcome
 from memplan.command_line.plan_command import errors_of_the_model
 from memplan.command_line.step_options import count
 
 
-def add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_audit(commands: Commands) -> None:
     command = commands.add_parser("audit", help="whether your own checkpointing, compilation or offload is exact")
     command.add_argument(
         "model",
@@ -23,7 +23,6 @@ def add_audit(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument("--batch", type=count, help="for the function, if it has such a parameter")
     command.add_argument("--length", type=count, help="for the function, if it has such a parameter")
     command.set_defaults(run=_audit)
-    return command
 
 
 def _audit(given: argparse.Namespace) -> Outcome:

@@ -6,22 +6,19 @@ import argparse
 import time
 
 import memplan
-from memplan.command_line.outcomes import Outcome
+from memplan.command_line.outcomes import Commands, Outcome
 from memplan.logs import quiet, show_count
 
 
-def add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_warmup(commands: Commands) -> None:
     command = commands.add_parser("warmup", help="compile the solvers ahead, so that the first plan does not wait")
     command.set_defaults(run=_warmup)
-    return command
 
 
-def add_clear_costs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    command = commands.add_parser(
+def add_clear_costs(commands: Commands) -> None:
+    commands.add_parser(
         "clear-costs", help="forget what was measured of ops and models, and the plans made of it; plans measure anew"
-    )
-    command.set_defaults(run=_clear_costs)
-    return command
+    ).set_defaults(run=_clear_costs)
 
 
 def _warmup(given: argparse.Namespace) -> Outcome:

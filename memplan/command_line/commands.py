@@ -14,8 +14,7 @@ from memplan.command_line.caches import add_clear_costs, add_warmup
 from memplan.command_line.demo import add_demo
 from memplan.command_line.doctor import add_doctor
 from memplan.command_line.outcomes import MISTAKEN, Mistake, Outcome
-from memplan.command_line.plan_command import add_explore, add_plan
-from memplan.command_line.report import add_report
+from memplan.command_line.plan_command import add_explore, add_plan, add_report
 from memplan.errors import InvalidPlanFile, MemplanError
 
 _COMMANDS = (add_plan, add_explore, add_report, add_audit, add_demo, add_warmup, add_doctor, add_clear_costs)
@@ -36,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"memplan {memplan.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for add in _COMMANDS:
-        command = add(commands)
+        add(commands)
+    for command in commands.choices.values():
         command.epilog = _STATUS
         command.add_argument("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
     given = parser.parse_args(arguments)
@@ -45,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             outcome: Outcome = given.run(given)
         except (Mistake, MemplanError) as error:
-            mistake = _mistake_of(error)
+            remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
+            mistake = Mistake("the step can't be planned", str(error), remedy)
+            if isinstance(error, Mistake):
+                mistake = error
+            elif isinstance(error, InvalidPlanFile):
+                remedy = "make it anew: memplan plan ... --out FILE"
+                mistake = Mistake("the plan file can't be used", str(error), remedy)
             cause = mistake.cause.replace("\n", "\n         ")
             text = f"memplan: {mistake.what}\n  cause: {cause}\n  next:  {mistake.next_step}"
             facts = {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}
@@ -55,13 +61,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(outcome.text, file=sys.stderr if outcome.status == MISTAKEN else sys.stdout)
     return outcome.status
-
-
-def _mistake_of(error: Mistake | MemplanError) -> Mistake:
-    """What is wrong with what a command was given."""
-    if isinstance(error, Mistake):
-        return error
-    if isinstance(error, InvalidPlanFile):
-        return Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE")
-    remedy = "change what is named there, or give a function that makes model and sample: path/file.py:build"
-    return Mistake("the step can't be planned", str(error), remedy)

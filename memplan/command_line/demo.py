@@ -6,22 +6,20 @@ import argparse
 import dataclasses
 import importlib.util
 
-from memplan.command_line.outcomes import DONE, MISTAKEN, Mistake, Outcome
+from memplan.command_line.outcomes import DONE, MISTAKEN, Commands, Mistake, Outcome
 
 _MEBIBYTE = 2**20
 _FAR_OFF = 0.25
 
 
-def add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    command = commands.add_parser(
+def add_demo(commands: Commands) -> None:
+    commands.add_parser(
         "demo",
         help="train a small GPT-2 as it is, at half of its peak and in as little as it can",
         description="Prints for each run the measured and the predicted peak, the seconds of a step and the loss of "
         "every step. Exit status 1 where losses differ, or a measured peak is above its budget. Under three minutes on "
         "two cores; needs transformers and no download.",
-    )
-    command.set_defaults(run=_demo)
-    return command
+    ).set_defaults(run=_demo)
 
 
 def _demo(given: argparse.Namespace) -> Outcome:

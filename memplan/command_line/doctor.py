@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from memplan.command_line.outcomes import Outcome
+from memplan.command_line.outcomes import Commands, Outcome
 from memplan.units import format_bytes
 
 _NEEDED = ("memplan", "torch", "numpy", "numba", "networkx")
@@ -32,10 +32,9 @@ class Found:
     remedy: str = ""
 
 
-def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_doctor(commands: Commands) -> None:
     command = commands.add_parser("doctor", help="versions, devices, compilers and caches; what is missing")
     command.set_defaults(run=_doctor)
-    return command
 
 
 def _doctor(given: argparse.Namespace) -> Outcome:

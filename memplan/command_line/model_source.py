@@ -13,7 +13,7 @@ from memplan.command_line.from_transformers import knows, names, transformers_st
 from memplan.command_line.outcomes import Mistake, nearest
 
 
-def described(wanted: Wanted) -> Described:
+def described_step(wanted: Wanted) -> Described:
     """The step that is meant. Raises Mistake."""
     path = Path(wanted.source)
     if path.is_file() or (path / "config.json").is_file():

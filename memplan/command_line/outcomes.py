@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-DONE, MISTAKEN, USAGE, NO_FIT = 0, 1, 2, 3  # 2 is argparse's own
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+DONE, MISTAKEN, NO_FIT = 0, 1, 3  # 2 is argparse's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`memplan plan` and `memplan explore`: what a step takes on a card, without the card and without weights."""
+"""`memplan plan` and `explore`: what a step takes on a card, without card and weights; `report` of a saved plan."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memplan
-from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
-from memplan.command_line.report import figures_as_json
+from memplan.command_line.outcomes import DONE, NO_FIT, Commands, Mistake, Outcome
 from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count
 from memplan.command_line.target import device_budget_bytes
 from memplan.errors import BudgetInfeasible, MemplanError
@@ -19,12 +18,17 @@ from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from memplan.batch_size import SizedChoice
+    from memplan.plans.figures import PlanFigures
     from memplan.plans.plan import Plan
 
 _BAR = 40  # characters of the highest peak
+_FIGURES = (
+    "peak_bytes", "baseline_peak_bytes", "activation_peak_bytes", "floor_bytes", "time_s", "baseline_time_s",
+    "floor_time_s", "lower_bound_s", "overhead", "gap", "offloaded_bytes", "host_bytes", "solver", "exact", "truncated",
+)  # fmt: skip
 
 
-def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_plan(commands: Commands) -> None:
     command = commands.add_parser("plan", help="whether a step fits a budget, at which peak and in which time")
     add_step_options(command)
     command.add_argument("--update", choices=("step", "backward"), default="step", help="see docs/offload.md (step)")
@@ -34,14 +38,19 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     )  # fmt: skip
     command.add_argument("--out", type=Path, metavar="FILE", help="save the plan: for apply(plan=) and report")
     command.set_defaults(run=_plan)
-    return command
 
 
-def add_explore(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+def add_explore(commands: Commands) -> None:
     command = commands.add_parser("explore", help="the curve of peak against time, from the floor to no plan at all")
     add_step_options(command)
     command.set_defaults(run=_explore)
-    return command
+
+
+def add_report(commands: Commands) -> None:
+    command = commands.add_parser("report", help="what a saved plan promises, recomputes and holds")
+    command.add_argument("file", type=Path, help="a plan, from `memplan plan --out` or Plan.save")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
+    command.set_defaults(run=_report)
 
 
 def _plan(given: argparse.Namespace) -> Outcome:
@@ -114,7 +123,6 @@ def _largest_batch(given: argparse.Namespace, asked: AskedStep) -> SizedChoice:
 
 
 def _figures(plan: Plan, rate: float, unit: str) -> list[str]:
-    """What a plan comes to, in lines."""
     offload = f"; {format_bytes(plan.offloaded_bytes)} go to the host" if plan.offloaded_bytes else ""
     host = [f"host     {format_bytes(plan.host_bytes)} of its memory"] if plan.host_bytes else []
     rounded = f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
@@ -160,3 +168,36 @@ def _heading(asked: AskedStep) -> str:
 
 def _told(asked: AskedStep) -> dict[str, Any]:
     return {"model": asked.step.title, "device": asked.device, "remark": asked.step.remark}
+
+
+def _report(given: argparse.Namespace) -> Outcome:
+    from memplan.plans.plan import Plan
+
+    try:
+        plan = Plan.load(given.file)
+    except OSError as error:
+        next_step = "make one with: memplan plan MODEL --out FILE"
+        raise Mistake(f"there is no plan in {str(given.file)!r}", str(error), next_step) from None
+    facts = figures_as_json(plan)
+    if given.html is None:
+        return Outcome(plan.report().rstrip("\n"), facts)
+    try:
+        plan.to_html(given.html)
+    except OSError as error:
+        raise Mistake(f"{str(given.html)!r} can't be written", str(error), "give a place to write to") from None
+    return Outcome(f"{plan.report()}\nwritten: {given.html}", facts | {"html": str(given.html)})
+
+
+def figures_as_json(plan: PlanFigures) -> dict[str, Any]:
+    """Figures that `PlanFigures` documents, with the budget, the number of ops and of those that run again.
+
+    They have the names that `Plan` has for them, and are as JSON can hold them.
+    """
+    problem = plan.problem
+    return {name: getattr(plan, name) for name in _FIGURES} | {
+        "budget_bytes": problem.budget_bytes,
+        "resident_bytes": problem.resident_bytes,
+        "ops": len(problem.graph.ops),
+        "recomputed_ops": len(plan.recomputed),
+        "costs": problem.costs.source,
+    }

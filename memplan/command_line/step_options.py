@@ -69,12 +69,12 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
 
     from memplan import torch_private as private
     from memplan.command_line.described import Wanted, optimizer_of, with_adapters
-    from memplan.command_line.model_source import described
+    from memplan.command_line.model_source import described_step
     from memplan.planning.settings import Settings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, about themselves
-        step = described(Wanted(given.model, changes, given.batch, given.length, given.dtype))
+        step = described_step(Wanted(given.model, changes, given.batch, given.length, given.dtype))
         if given.lora is not None:
             title = f"{step.title}, adapters of rank {given.lora}"
             step = dataclasses.replace(step, title=title, model=with_adapters(step.model, given.lora))

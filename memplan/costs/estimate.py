@@ -31,11 +31,7 @@ def estimate(traced: Traced, roofline: Roofline | None = None, network: NetworkS
 
 
 def facts_without_runs(traced: Traced, network: NetworkSpeed | None) -> dict[str, OpFacts]:
-    """What is known of ops that can't be run on made-up data, by their keys.
-
-    - islands: what runs of the sample have shown.
-    - collectives: what they take on this network.
-    """
+    """What is known of ops that can't be run on made-up data, by key: islands, and collectives on this network."""
     values, network, found = traced.graph.values, network or NetworkSpeed(), dict[str, OpFacts]()
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
         if isinstance(kernel.target, IslandKernel):

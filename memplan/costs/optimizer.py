@@ -56,11 +56,9 @@ def optimizer_memory(
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
         there = tuple((-1 - i, n) for i, n in enumerate(_state_sizes(twin, device)))  # if it has stepped before
         meter = _step(twin, device)
-        requests = (*there, *meter.requests)
         state_bytes = _state_bytes(twin, device)
-        left_out = {id(p) for p in without}
-        grown = state_bytes - _state_bytes(optimizer, device, left_out)
-        return OptimizerMemory(state_bytes, max(0, meter.peak_bytes - grown), requests)
+        grown = state_bytes - _state_bytes(optimizer, device, {id(p) for p in without})
+        return OptimizerMemory(state_bytes, max(0, meter.peak_bytes - grown), (*there, *meter.requests))
 
 
 def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
@@ -207,7 +205,6 @@ def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, 
 
 
 def _step(twin: torch.optim.Optimizer, device: torch.device) -> _AllocationMeter:
-    """Step a twin. Gives what it allocated."""
     meter = _AllocationMeter(device)
     try:
         with meter, torch.no_grad():

@@ -25,12 +25,10 @@ def checkpointing_off(model: nn.Module, for_good: bool = False) -> Iterator[Call
             module.gradient_checkpointing = on
 
     switch(False)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(switch, True)
         yield lambda: switch(True)
-    except BaseException:
-        switch(True)
-        raise
-    if not for_good:
-        switch(True)
-    elif modules:
+        if for_good:
+            stack.pop_all()
+    if modules and for_good:
         log.warning("gradient checkpointing is switched off, for the plan decides what is recomputed")

@@ -22,7 +22,6 @@ from memplan.plans.plan import Plan
 from memplan.runtime.program.step import EagerStep, PlannedStep, ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.trial.one_forward import errors_of_forward
-from memplan.units import format_bytes
 
 OnMismatch = Literal["replan", "raise"]
 
@@ -63,12 +62,12 @@ class StepChoice:
         self.model, self.original, self.planner, self.reader = model, original, planner, reader
         self.on_mismatch: OnMismatch = on_mismatch if alone or agreement else "raise"
         self.agreement, self.alone = agreement, alone
-        self.known = KnownSteps(self._no_room, self._counts_more)
+        self._held = HeldGradients(model, ())
+        self.known = KnownSteps(planner.limits, self._held)
         self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
         self.takes_any_size = planner.settings.takes_any_size
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
-        self._held = HeldGradients(model, ())
         self._shared = SharedBackward()
         self._moved: Counter[str] = Counter()  # values that have changed between two calls, and how often
 
@@ -88,9 +87,8 @@ class StepChoice:
             yield
 
     def begin(self, call: Call) -> ServingStep:
-        """The step that serves a new call."""
         # Gradients of an earlier step are there in loops that zero them between forward and backward, or add them up.
-        self._held.look(not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients)
+        self._held.look("gradients" not in self.voice.said and self.planner.limits.may_hold_gradients)
         if self.is_fixed:
             why = self._why_no_room()
             self._held.extra_bytes = 0
@@ -114,7 +112,12 @@ class StepChoice:
 
         def planned(share: Share) -> ServingStep:
             step = self._known_step(call)
-            return plan(share) if step is None else self._joined(call, step, share)
+            if not isinstance(step, PlannedStep):
+                return step or plan(share)
+            with self.planning():  # in its place, a step with the schedule that other ranks plan now
+                other = self.planner.join(step, self.known.all, share)
+            whole = (s for s in self.known.serving(call) if isinstance(s, PlannedStep))
+            return next((s for s in whole if s.plan.schedule == other.plan.schedule), None) or self.add(other)
 
         step = agreement.step(lambda: self._known_step(call), planned, lambda: list(self.known.serving(call)))
         assert step is not None
@@ -129,44 +132,30 @@ class StepChoice:
             step = min(serving, key=lambda step: 0.0 if step.plan is None else step.plan.time_s, default=None)
         return None if step is None else self.known.use(step)
 
-    def _counts_more(self, step: ServingStep) -> bool:
-        """Whether a step counts gradients of earlier steps, though none are there now."""
-        return not self._held.extra_bytes and self._held.are_counted_by(step)
-
-    def _no_room(self, step: ServingStep, call: Call) -> str | None:
-        """Why a call for which a step is made does not fit the budget."""
-        limit_bytes, peak_bytes = self.planner.limits.budget_bytes, step.peak_bytes(call)
-        if isinstance(step, PlannedStep) and step.sized is not None and peak_bytes is not None:
-            if limit_bytes is not None and peak_bytes > limit_bytes:
-                return f"a call of this size peaks at {format_bytes(peak_bytes)}, beyond {format_bytes(limit_bytes)}"
-            if step.sized.outgrows_host(step.numbers(call)):
-                return "its copies on the host have room for smaller calls only"
-        return self._held.beyond(step, peak_bytes, limit_bytes)
-
-    def _joined(self, call: Call, step: ServingStep, share: Share) -> ServingStep:
-        """A step in the place of a known one, with the schedule that other ranks plan now."""
-        if not isinstance(step, PlannedStep):
-            return step
-        with self.planning():
-            other = self.planner.join(step, self.known.all, share)
-        whole = (s for s in self.known.serving(call) if isinstance(s, PlannedStep))
-        same = (s for s in whole if s.plan.schedule == other.plan.schedule)
-        return next(same, None) or self.add(other)
-
     def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> ServingStep | Refused:
         """A new step, or why there is none.
 
         share: exchanges plans with the other ranks of a group. counting: the planner counts gradients of earlier steps
-        now.
+        now. Raises PlanMismatch if plans may not change.
         """
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
         mismatches: Mismatches = {}
         known: Sequence[ServingStep] = ()
+        reasons = [] if counting else [self.known.mismatch(step, call, mismatches) for step in self.known.all]
         if counting:  # plans that don't count these gradients are no starting point
             reason = "gradients of an earlier step are there"
+        elif None in reasons:  # a provisional step serves the call
+            again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
+            self.known.keep(lambda step: id(step) not in again)
+            reason = "such a call came again, and gets a plan of its own"
+        elif reasons and self.on_mismatch == "raise":
+            raise PlanMismatch(
+                f"this call does not match the plan: {reasons[0]}. Plan it with "
+                "memplan.apply on such a sample, or call memplan.remove(model)"
+            )
         else:
-            known, reason = self._start(call, mismatches)
+            known, reason = self.known.all, str(reasons[0]) if reasons else "this is the first call"
         log.info("planning, because %s", reason)
         unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
         if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
@@ -194,23 +183,6 @@ class StepChoice:
             if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
                 return step.saying(f". {longest}")
             return step if isinstance(step, Refused) else self.add(step, time.monotonic() - began_s)
-
-    def _start(self, call: Call, mismatches: Mismatches) -> tuple[Sequence[ServingStep], str]:
-        """The steps that planning begins with, and why no known step serves the call.
-
-        If a provisional step does, it is forgotten. Raises PlanMismatch if plans may not change.
-        """
-        reasons = [self.known.mismatch(step, call, mismatches) for step in self.known.all]
-        if None in reasons:
-            again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
-            self.known.keep(lambda step: id(step) not in again)
-            return (), "such a call came again, and gets a plan of its own"
-        if reasons and self.on_mismatch == "raise":
-            raise PlanMismatch(
-                f"this call does not match the plan: {reasons[0]}. Plan it with "
-                "memplan.apply on such a sample, or call memplan.remove(model)"
-            )
-        return self.known.all, f"{reasons[0] if reasons else 'this is the first call'}"
 
     def _look_for_unsteady(self, call: Call) -> str | None:
         """Count by which value alone a call differs from the step that ran last.
@@ -294,7 +266,8 @@ class StepChoice:
 
     def add(self, step: ServingStep, took_s: float = 0.0) -> ServingStep:
         """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
-        step.settle(self.model)
+        if isinstance(step, PlannedStep):
+            step.capture.settle(self.model)
         host = self.planner.placement.host
         if self._host is not None and host != self._host:
             self.known.forget()  # they were made for parameters that have moved since
@@ -365,10 +338,7 @@ class StepChoice:
         self._held.extra_bytes = 0
 
     def tell_of_backward(self, step: PlannedStep, again: bool) -> None:
-        """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
-
-        again: it is a further backward through the same forward.
-        """
+        """Warn once of what a further backward (`again`) through a forward costs, or of sums unlike eager's."""
         if again:
             self.voice.warn({"again": _AGAIN})
         self.voice.warn(self._shared.news(step, self._held.parameters if self._held.exist or again else ()))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from memplan.costs.known_costs import doubt
+from memplan.installed.choice import StepChoice
 from memplan.logs import log
 from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.watch.observe import Observer
@@ -17,15 +15,16 @@ _SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by 
 
 
 class Comparison:
-    """Watches a step when it runs, and logs in one line how that compares with the prediction.
+    """Watches a step when it runs, logs in one line how that compares with the prediction, and keeps a margin.
 
-    done: called with the bytes that were measured, and by how much they exceed the prediction (0.01 is 1%). It is not
-    called where an optimizer that steps in backward, or an engine's hook, holds memory that no plan knows of.
+    If the step holds more than predicted, later plans keep that much free. A margin that was not needed is halved.
+    Nothing is compared where an optimizer that steps in backward, or an engine's hook, holds memory that no plan knows
+    of.
     """
 
-    def __init__(self, model: nn.Module, step: PlannedStep, done: Callable[[int, float], None]) -> None:
-        self._model, self._step, self._done = model, step, done
-        hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
+    def __init__(self, choice: StepChoice, step: PlannedStep) -> None:
+        self._choice, self._step = choice, step
+        hooks = any(p._post_accumulate_grad_hooks for p in choice.model.parameters())
         self._comparable = not hooks and step.runner.store.updates is None
         self._absent_bytes = 0  # of gradients that are not there when the step begins
         self._predicted = step.planned  # of the first step; later ones may have other sizes
@@ -35,10 +34,11 @@ class Comparison:
 
     def _held(self) -> list[Any]:
         self._predicted = self._step.plan
-        parameters = list(self._model.parameters())
+        model = self._choice.model
+        parameters = list(model.parameters())
         self._absent_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
         gradients, constants = [p.grad for p in parameters], list(self._step.capture.traced.constants.values())
-        return [parameters, gradients, list(self._model.buffers()), constants]
+        return [parameters, gradients, list(model.buffers()), constants]
 
     def _compare(self, grown_bytes: int, time_s: float) -> None:
         if not self._comparable:
@@ -64,4 +64,14 @@ class Comparison:
                 "recompute the wrong ones. The next plan times them again; 'python -m memplan clear-costs' forgets all",
                 time_s, plan.time_s,
             )  # fmt: skip
-        self._done(measured_bytes, measured_bytes / predicted_bytes - 1)
+        limits, problem = self._choice.planner.limits, plan.problem
+        if not self._choice.alone or problem.costs.source == "estimated":
+            return
+        margin = min(0.25, measured_bytes / predicted_bytes - 1)
+        if margin > max(0.001, limits.margin):
+            log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
+            limits.learn(self._step.runner.device, margin)
+            if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
+                self._choice.known.forget()
+        elif margin < limits.learnt / 2:
+            limits.learn(self._step.runner.device, limits.learnt / 2)

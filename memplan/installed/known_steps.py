@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call
+from memplan.installed.beside import HeldGradients
+from memplan.planning.limits import Limits
 from memplan.runtime.program.step import PlannedStep, ServingStep
+from memplan.units import format_bytes
 
 _MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
 _MOST_KEPT_BYTES = 1 << 30  # that all steps of a model take on the host; the same ones go
@@ -18,17 +20,14 @@ Mismatches = dict[int, str | None]  # by kind of step: what keeps it from servin
 class KnownSteps:
     """The steps of one model, one for each kind of call, the last one used first.
 
-    - no_room: why a call that a step is made for does not fit into the budget now; None if it does.
-    - counts_more: a step counts something that is not there now, so that another one would do with less.
+    - limits: with the budget. held: gradients that are there beside a step.
     - declined: steps that the present call has left by another branch, and where.
     """
 
-    def __init__(
-        self, no_room: Callable[[ServingStep, Call], str | None], counts_more: Callable[[ServingStep], bool]
-    ) -> None:
+    def __init__(self, limits: Limits, held: HeldGradients) -> None:
         self.all: list[ServingStep] = []
         self.declined: list[tuple[ServingStep, str]] = []
-        self._no_room, self._counts_more = no_room, counts_more
+        self._limits, self._held = limits, held
 
     @property
     def kinds(self) -> int:
@@ -38,14 +37,6 @@ class KnownSteps:
     def whole(self) -> Iterator[PlannedStep]:
         """The steps that have a plan, the last one used first."""
         return (step for step in self.all if isinstance(step, PlannedStep))
-
-    @contextlib.contextmanager
-    def one_call(self) -> Iterator[None]:
-        """A context for one call: steps that it declines may serve the next one."""
-        try:
-            yield
-        finally:
-            self.declined.clear()
 
     def serving(self, call: Call) -> Iterator[ServingStep]:
         """Steps that serve a call, the most suitable first.
@@ -59,7 +50,8 @@ class KnownSteps:
 
         def rank(step: ServingStep) -> tuple[bool, bool, int, float]:
             overhead = 0.0 if step.sized is None else step.sized.planned.overhead
-            return not isinstance(step, PlannedStep), self._counts_more(step), latest[step.kind], overhead
+            counts_more = not self._held.extra_bytes and self._held.are_counted_by(step)
+            return not isinstance(step, PlannedStep), counts_more, latest[step.kind], overhead
 
         mismatches: Mismatches = {}
         steps = sorted(self.all, key=rank)
@@ -75,6 +67,16 @@ class KnownSteps:
         if step.kind not in mismatches:
             mismatches[step.kind] = step.mismatch(call)
         return mismatches[step.kind]
+
+    def _no_room(self, step: ServingStep, call: Call) -> str | None:
+        """Why a call for which a step is made does not fit the budget."""
+        limit_bytes, peak_bytes = self._limits.budget_bytes, step.peak_bytes(call)
+        if isinstance(step, PlannedStep) and step.sized is not None and peak_bytes is not None:
+            if limit_bytes is not None and peak_bytes > limit_bytes:
+                return f"a call of this size peaks at {format_bytes(peak_bytes)}, beyond {format_bytes(limit_bytes)}"
+            if step.sized.outgrows_host(step.numbers(call)):
+                return "its copies on the host have room for smaller calls only"
+        return self._held.beyond(step, peak_bytes, limit_bytes)
 
     def of_same_kind(self, call: Call, mismatches: Mismatches) -> Iterator[PlannedStep]:
         """Steps for calls of any size that serve this call, if there is room."""
@@ -110,8 +112,8 @@ class KnownSteps:
 
     def let_go(self) -> None:
         """Free copies that stay on the device between steps, because something else runs next and may need the room."""
-        for step in self.all:
-            step.let_go()
+        for step in self.whole():
+            step.runner.store.transfers.standing.free()
 
     def forget(self) -> None:
         """Drop all steps, because they are out of date."""

@@ -21,7 +21,7 @@ from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.passes import UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
 from memplan.installed.unplanned import UnplannedLoss
-from memplan.installed.unused import UnusedPlan
+from memplan.installed.unused import end_watch, watch_optimizers
 from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
@@ -39,10 +39,7 @@ class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
 
     - original: the forward that was there before.
-    - reader: reads the arguments of calls.
-    - on_mismatch, on_oom: as for `memplan.apply`.
-    - agreement: with the other ranks that train the model; None where it trains on this one alone.
-    - alone: plans may change without asking other ranks.
+    - reader, agreement, alone: see `StepChoice`. on_mismatch, on_oom: as for `memplan.apply`.
     - choice: which step serves a call. recovery: what it takes to go on where a step can't.
     - passes: calls that run without a plan.
     - undo: what else to call when the plan is taken off.
@@ -70,7 +67,6 @@ class PlannedForward:
         self._own_attribute = "forward" in vars(model)
         self._is_set_aside = False  # the model's own forward is wanted
         self._lock = threading.RLock()  # held by the thread that calls it, for planning exchanges parts of the model
-        self._unused = UnusedPlan(model)
         functools.update_wrapper(self, original)
 
     @property
@@ -96,23 +92,23 @@ class PlannedForward:
             self.leave(module)
             return module.forward(*args, **kwargs)
         with contextlib.nullcontext() if private.someone_traces() else self._lock:
-            return self._call(args, kwargs)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_aside():
-            self.choice.known.let_go()
-            if self._is_set_aside:
-                return self.original(*args, **kwargs)
-            with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):
-                return self.original(*args, **kwargs)
-        call = self.choice.reader.read(args, kwargs)
-        with contextlib.suppress(ForwardFails), self.choice.known.one_call():
-            return self._run_planned(call)
-        with self.stepping_aside(), self.fetching():
-            return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
+            if self._is_aside():
+                self.choice.known.let_go()
+                if self._is_set_aside:
+                    return self.original(*args, **kwargs)
+                with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):
+                    return self.original(*args, **kwargs)
+            call = self.choice.reader.read(args, kwargs)
+            with contextlib.suppress(ForwardFails):
+                try:
+                    return self._run_planned(call)
+                finally:
+                    self.choice.known.declined.clear()  # they may serve the next call
+            with self.stepping_aside(), self.fetching():
+                return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
 
     def _run_planned(self, call: Call) -> Any:
-        self._unused.end()
+        end_watch(self.model)
         step, again = self.choice.begin(call), False
         while True:
             try:
@@ -180,19 +176,18 @@ class PlannedForward:
         """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
         step = self.steps[0]
         assert isinstance(step, PlannedStep)
-        return step.programs[0]
+        return step.runner.program
 
     def install(self) -> None:
         if vars(self.model).get("forward") is not self:
-            self._unused.watch()
+            watch_optimizers(self.model)
         self.model.forward = self
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.install()
 
     def uninstall(self) -> None:
-        """Put the original forward back."""
         self.choice.known.let_go()
-        self._unused.end()
+        end_watch(self.model)
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.remove()
         self.leave(self.model)

@@ -23,7 +23,7 @@ from memplan.runtime.program.check import OtherBranch
 from memplan.runtime.program.execute import Gradients
 from memplan.runtime.program.in_flight import InFlight
 from memplan.runtime.program.step import PlannedStep, ServingStep
-from memplan.runtime.program.tangents import layouts_of
+from memplan.runtime.program.tangents import Tangents, layouts_of
 from memplan.units import format_bytes
 
 _LEAST_REDUCTION = 0.05  # by how much less a step is planned at least after an out-of-memory error
@@ -46,14 +46,13 @@ class Recovery:
 
     def attend(self, step: PlannedStep) -> None:
         """Look after a step from now on. The first one that was planned in full is compared with its prediction."""
-        tell = functools.partial(self._choice.tell_of_backward, step)
-        step.runner.attend(functools.partial(self._rescue, step), tell, keeps_buffers=self.on_oom == "replan")
+        step.runner.rescue = functools.partial(self._rescue, step)
+        step.runner.before_backward = functools.partial(self._choice.tell_of_backward, step)
+        step.runner.keeps_buffers = self.on_oom == "replan"
         if self._comparison is None and not step.provisional:
-            self._comparison = Comparison(self._choice.model, step, functools.partial(self._compared, step))
+            self._comparison = Comparison(self._choice, step)
 
-    def _rescue(
-        self, step: PlannedStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
-    ) -> Gradients:
+    def _rescue(self, step: PlannedStep, state: InFlight, tangents: Tangents, problem: Exception) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward.
 
         problem: a PlanMismatch if gradients arrive as they were not planned to.
@@ -86,9 +85,7 @@ class Recovery:
                     raise
                 step, problem = other, error.with_traceback(None)
 
-    def _is_same(
-        self, step: PlannedStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
-    ) -> bool:
+    def _is_same(self, step: PlannedStep, call: Call, tangents: Tangents, backward: Autocast | None) -> bool:
         """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
         if backward is None or not step.runner.takes(tangents, None, step.numbers(call)):
             return False
@@ -110,12 +107,7 @@ class Recovery:
         return "Forward can't run again for it, because what it read has been written to since"
 
     def _for_tangents(
-        self,
-        step: PlannedStep,
-        call: Call,
-        tangents: dict[int, torch.Tensor],
-        backward: Autocast | None,
-        problem: Exception,
+        self, step: PlannedStep, call: Call, tangents: Tangents, backward: Autocast | None, problem: Exception
     ) -> PlannedStep:
         for other in self._choice.known.whole():
             if other.mismatch(call) is not None:
@@ -142,7 +134,7 @@ class Recovery:
         self,
         step: PlannedStep,
         call: Call,
-        tangents: dict[int, torch.Tensor],
+        tangents: Tangents,
         backward: Autocast | None,
         may_vary: Varying = frozenset(),
     ) -> PlannedStep | Refused:
@@ -244,17 +236,3 @@ class Recovery:
         limits.set_margin(max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1))
         log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * limits.margin)
         self._choice.known.forget()
-
-    def _compared(self, step: PlannedStep, measured_bytes: int, excess: float) -> None:
-        """Keep a margin from now on where a step held more than predicted. One that was not needed is halved."""
-        limits, problem = self._choice.planner.limits, step.plan.problem
-        if not self._choice.alone or problem.costs.source == "estimated":
-            return
-        margin = min(0.25, excess)
-        if margin > max(0.001, limits.margin):
-            log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
-            limits.learn(step.runner.device, margin)
-            if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
-                self._choice.known.forget()
-        elif margin < limits.learnt / 2:
-            limits.learn(step.runner.device, limits.learnt / 2)

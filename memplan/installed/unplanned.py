@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan import torch_private as private
 from memplan.logs import log
 
 _OFF = ("", "0", "false", "no", "off")
@@ -47,14 +48,10 @@ class UnplannedLoss:
         evaluates = self._training and not self._model.training
         if self._is_inside or evaluates or not torch.is_grad_enabled():
             return self._original(*args, **kwargs)
-        self._is_inside = True
-        try:
+        with private.exchanged(self, _is_inside=True):
             return self._loss_fn(self._model, *args, **kwargs)
-        finally:
-            self._is_inside = False
 
     def uninstall(self) -> None:
-        """Put the original forward back."""
         if self._own_attribute:
             self._model.forward = self._original
         else:

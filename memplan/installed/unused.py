@@ -13,42 +13,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memplan.errors import UnsupportedModel
 from memplan.logs import log
 
-
-class UnusedPlan:
-    """Warns once where an optimizer steps with gradients of a model whose plan has not run since `watch`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-
-    def watch(self) -> None:
-        """Watch optimizers until `end`."""
-        _hear_of_steps()
-        _watching.add(self)
-
-    def end(self) -> None:
-        """Stop watching, because the plan runs or is taken off."""
-        _watching.discard(self)
-
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
-        model = self._model()
-        own = set() if model is None else {id(p) for p in model.parameters() if p.grad is not None}
-        if model is None or not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-            return
-        self.end()
-        kind = type(model).__name__
-        if any(base.__name__ == "LightningModule" for base in type(model).__mro__):  # whose trainer calls training_step
-            raise UnsupportedModel(
-                f"{kind} trains without its plan: Lightning calls training_step, and that does not call forward, for "
-                f"which the plan is. Call self(...) in training_step, or {_advice(model)}"
-            )
-        log.warning(
-            "%s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
-            "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
-            kind,
-        )
+_watching: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models with a plan that has not run yet
 
 
-_watching: weakref.WeakSet[UnusedPlan] = weakref.WeakSet()
+def watch_optimizers(model: nn.Module) -> None:
+    """Warn once where an optimizer steps with gradients of a model whose plan has not run by then."""
+    _hear_of_steps()
+    _watching.add(model)
+
+
+def end_watch(model: nn.Module) -> None:
+    """Stop watching, because the plan runs or is taken off."""
+    _watching.discard(model)
 
 
 @functools.cache
@@ -59,10 +35,28 @@ def _hear_of_steps() -> None:
     """
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for unused in list(_watching):
-            unused._look(optimizer)
+        for model in list(_watching):
+            _look(model, optimizer)
 
     register_optimizer_step_post_hook(stepped)
+
+
+def _look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    own = {id(p) for p in model.parameters() if p.grad is not None}
+    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+        return
+    end_watch(model)
+    kind = type(model).__name__
+    if any(base.__name__ == "LightningModule" for base in type(model).__mro__):  # whose trainer calls training_step
+        raise UnsupportedModel(
+            f"{kind} trains without its plan: Lightning calls training_step, and that does not call forward, for "
+            f"which the plan is. Call self(...) in training_step, or {_advice(model)}"
+        )
+    log.warning(
+        "%s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
+        "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
+        kind,
+    )
 
 
 def refuse_without_forward(model: nn.Module) -> None:

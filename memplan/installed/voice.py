@@ -12,28 +12,23 @@ from memplan.problem.data import Surroundings
 
 
 class Voice:
-    """Says things of one model, each once.
+    """Says things of one model, each once. said: subjects of which there has been a word.
 
     surroundings: if there is an engine, it shows what it runs. Of several ranks, the first one speaks.
     """
 
     def __init__(self, surroundings: Surroundings) -> None:
-        self._said: set[str] = set()
+        self.said: set[str] = set()
         ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._shows = surroundings == Surroundings() and (not ranks or torch.distributed.get_rank() == 0)
 
-    def has_said(self, subject: str) -> bool:
-        """Whether there has been a word of this."""
-        return subject in self._said
-
     def is_first(self, subject: str) -> bool:
         """Whether there has been no word of this. From now on there has."""
-        first = subject not in self._said
-        self._said.add(subject)
+        first = subject not in self.said
+        self.said.add(subject)
         return first
 
     def warn(self, news: Mapping[str, str]) -> None:
-        """Warn of each subject once."""
         for subject, text in news.items():
             if self.is_first(subject):
                 log.warning("%s", text)

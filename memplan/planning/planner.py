@@ -372,7 +372,7 @@ class Planner:
     def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
         step = self._to_be_lowered(captured, plan, provisional)
-        step.lowered()
+        _ = step.runner.programs  # which are made now
         return step
 
     def _to_be_lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:

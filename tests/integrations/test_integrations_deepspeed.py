@@ -24,9 +24,9 @@ pytestmark = pytest.mark.deepspeed
 from deepspeed.runtime.activation_checkpointing import checkpointing  # noqa: E402
 
 from memplan.integrations.deepspeed import MemplanConfig, attach  # noqa: E402
-from memplan.integrations.deepspeed.lines import Line, merged  # noqa: E402
 from memplan.integrations.deepspeed.memory import storage_bytes  # noqa: E402
 from memplan.integrations.deepspeed.refusals import _checkpoints, strip_checkpointing  # noqa: E402
+from memplan.integrations.deepspeed.watch import Line, merged  # noqa: E402
 
 FULL = {
     "enabled": True, "budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", 7_000],

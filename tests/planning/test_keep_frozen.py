@@ -46,6 +46,7 @@ from tests.planning.test_offload import (
 )
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.meter import storage_bytes
+from tests.support.offloads import EarlyStreams
 from tests.support.random_graphs import random_problems
 from tests.support.zoo import Sample, assert_same_bits, copied
 
@@ -163,7 +164,7 @@ def pair(seed: int | None = None) -> tuple[Adapted, Adapted, torch.Tensor]:
     plain, sample = Adapted(), torch.randn(24, 32)
     net = copy.deepcopy(plain)
     memplan.apply(net, sample, plan=plan_below_the_floor(), costs="estimate", config=QUICK, keep_frozen=True)
-    transfers_of(net)._streams = FakeStreams(seed)
+    transfers_of(net)._streams = EarlyStreams(seed)
     return plain, net, sample
 
 
@@ -241,7 +242,7 @@ def test_other_ways_to_train_keep_them_too(options: dict[str, Any]) -> None:
     memplan.apply(net, sample, budget, **OPTIONS, **options, optimizer=optimizers[1], keep_frozen=True)
     plan = memplan.plan_of(net)
     assert plan is not None and plan.staying_bytes
-    transfers_of(net)._streams = FakeStreams(0)
+    transfers_of(net)._streams = EarlyStreams(0)
     found: list[list[Any]] = [[], []]
     for model, optimizer, losses in zip((plain, net), optimizers, found, strict=True):
         torch.manual_seed(7)

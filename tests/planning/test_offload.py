@@ -52,7 +52,7 @@ from tests.conftest import QUICK as QUICK_SEARCH
 from tests.solvers.test_solvers import CALM, SMALL, some_orders
 from tests.support.configs import with_figures
 from tests.support.meter import LiveMeter, storage_bytes
-from tests.support.offloads import host_resident_bytes, place_copies, settled
+from tests.support.offloads import EarlyStreams, host_resident_bytes, place_copies, settled
 from tests.support.parameters import quickly
 from tests.support.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.support.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
@@ -294,7 +294,7 @@ def planned(name: str, share: float, seed: int | None, host_budget: str = "1GiB"
     net, sample = MODELS[name](0)
     memplan.apply(net, sample, int(share * floor_of(name)), costs="estimate", host_budget=host_budget, link=PCIE)
     for step in planned_forward(net).steps:  # type: ignore[union-attr]
-        step.runner.store.transfers = engine.Transfers(torch.device("cpu"), FakeStreams(seed))  # type: ignore[union-attr]
+        step.runner.store.transfers = engine.Transfers(torch.device("cpu"), EarlyStreams(seed))  # type: ignore[union-attr]
     return net, sample
 
 
@@ -313,7 +313,7 @@ def test_three_steps_are_the_plain_models_bits(name: str) -> None:
     start = copy.deepcopy(net.state_dict())
     transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
     for seed in (None, 0, 1):
-        transfers._streams = FakeStreams(seed)
+        transfers._streams = EarlyStreams(seed)
         net.load_state_dict(start)
         assert_same_bits(expected, run_steps(net, sample, steps=3))
     assert transfers.allocations == 1
@@ -357,7 +357,7 @@ def test_fifty_orders_of_copies(name: str) -> None:
     start = copy.deepcopy(net.state_dict())
     for seed in range(50):
         for step in planned_forward(net).steps:  # type: ignore[union-attr]
-            step.runner.store.transfers._streams = FakeStreams(seed)  # type: ignore[union-attr]
+            step.runner.store.transfers._streams = EarlyStreams(seed)  # type: ignore[union-attr]
         net.load_state_dict(start)
         assert_same_bits(expected, run_steps(net, sample))
 
@@ -432,7 +432,7 @@ def test_a_copy_that_keeps_nothing_alive_makes_wrong_numbers(monkeypatch: pytest
         assert_same_bits(expected, run_steps(net, sample, steps=1))
 
 
-class CountingStreams(FakeStreams):
+class CountingStreams(EarlyStreams):
     """Counts the host memory that copies use."""
 
     host_bytes = 0
@@ -570,7 +570,7 @@ def test_a_thousand_steps() -> None:
 
 @pytest.mark.parametrize("seed", [None, 0])
 def test_fake_copies_are_done_whichever_thread_waits_for_them(seed: int | None) -> None:
-    streams, source = FakeStreams(seed), torch.ones(1 << 16, dtype=torch.uint8)
+    streams, source = EarlyStreams(seed), torch.ones(1 << 16, dtype=torch.uint8)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -22,7 +22,7 @@ from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Boundary, Drop, Offload, Wait
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
-from memplan.runtime.host.streams import Direction, FakeStreams, Streams
+from memplan.runtime.host.streams import Direction, Streams
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
@@ -42,7 +42,7 @@ from tests.planning.test_offload import (
     with_random_homes,
 )
 from tests.solvers.test_solvers import CALM, SMALL, some_orders
-from tests.support.offloads import host_resident_bytes, place_copies, settled
+from tests.support.offloads import EarlyStreams, host_resident_bytes, place_copies, settled
 from tests.support.random_graphs import llama_like, random_problems
 from tests.support.zoo import assert_same_bits, copied
 
@@ -177,7 +177,7 @@ def planned(in_flight: int, seed: int | None, parameters_too: bool = False) -> t
     stage, plan = plain_stage(), plan_below_the_floor(in_flight, parameters_too)
     sample = torch.randn(SAMPLE).requires_grad_()
     memplan.apply(stage, sample, plan=plan, **options_of(in_flight, parameters_too))
-    use(stage, FakeStreams(seed))
+    use(stage, EarlyStreams(seed))
     return stage, plan
 
 
@@ -213,7 +213,7 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
     stage, plan = planned(3, None, parameters_too)
     assert plan.offloaded_bytes and bool(host_resident_bytes(plan.problem.graph)) == parameters_too
     for seed in (None, 0, 1):
-        transfers = use(stage, FakeStreams(seed))
+        transfers = use(stage, EarlyStreams(seed))
         for _ in range(2):
             assert_same_bits(expected, run(stage, order))
         assert transfers.allocations == len(transfers.slabs) == 3
@@ -274,7 +274,7 @@ def test_copies_may_be_under_way_while_other_microbatches_run(name: str, seed: i
     assert plan.waiting_bytes > plan_below_the_floor(3).waiting_bytes
     memplan.apply(stage, torch.randn(SAMPLE).requires_grad_(), plan=plan, **options_of(3))
     order = list(ORDERS[name](3, 7))
-    transfers = use(stage, FakeStreams(seed))
+    transfers = use(stage, EarlyStreams(seed))
     assert_same_bits(run(plain_stage(), order), run(stage, order))
     waiting = [stage(torch.randn(SAMPLE).requires_grad_()) for _ in range(3)]
     assert transfers._kept and len(transfers._kept) % 3 == 0
@@ -323,7 +323,7 @@ def test_a_microbatch_that_is_given_up_leaves_its_host_memory_to_others() -> Non
     order = list(one_f_one_b(3, 7))
     expected = run(plain_stage(), order)
     stage, _ = planned(3, 0)
-    transfers = use(stage, FakeStreams(0))
+    transfers = use(stage, EarlyStreams(0))
     forgotten = [stage(torch.randn(SAMPLE).requires_grad_()) for _ in range(3)]
     assert transfers.allocations == 3 and not transfers.slabs
     del forgotten
@@ -332,7 +332,7 @@ def test_a_microbatch_that_is_given_up_leaves_its_host_memory_to_others() -> Non
     assert transfers.allocations == len(transfers.slabs) == 3
 
 
-class FailingStreams(FakeStreams):
+class FailingStreams(EarlyStreams):
     """left: copies until one fails."""
 
     left = 1 << 30
@@ -372,7 +372,7 @@ def test_a_plan_for_one_forward_runs_two_in_more_host_memory() -> None:
     """Losses that are added up before backward: bits hold; bytes on device and host are those of two."""
     plain = plain_stage()
     stage, plan = planned(1, 0)
-    transfers = use(stage, FakeStreams(0))
+    transfers = use(stage, EarlyStreams(0))
     found = []
     for model in (plain, stage):
         torch.manual_seed(1)

@@ -1,17 +1,16 @@
 """Streams that copy between device and host memory: the one place with streams, events and pinned memory.
 
-Without a GPU the same program runs on `FakeStreams`. A copy then happens when it is waited for, or at random before.
+Without a GPU the same program runs on `FakeStreams`. A copy then happens when it is waited for.
 Until then its target holds NaN, so that a missing wait or a missing reference shows as wrong numbers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import random
 import threading
 import weakref
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -56,53 +55,42 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Bytes of a storage. The storage may be freed meanwhile."""
+class _Span(NamedTuple):
+    """Bytes of a storage, which may be freed meanwhile: its Python object lives exactly as long as the storage."""
 
     storage: weakref.ref[Any]
     start: int
     size_bytes: int
 
-    @staticmethod
-    def of(tensor: torch.Tensor) -> _Span:
-        # A storage's Python object lives exactly as long as the storage, whoever holds that.
-        return _Span(weakref.ref(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel())
 
-    def tensor(self) -> torch.Tensor | None:
-        storage = self.storage()
-        return None if storage is None else bytes_within(storage, self.start, self.size_bytes)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
 class _FakeCopy:
-    source: _Span
-    target: _Span
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.source, self.target = (
+            _Span(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.numel()) for t in (source, target)
+        )
 
     def run(self) -> None:
-        source, target = self.source.tensor(), self.target.tensor()
+        source, target = self.source.storage(), self.target.storage()
         if source is not None and target is not None:  # else the memory is somebody else's by now
-            target.copy_(source)
+            bytes_within(target, *self.target[1:]).copy_(bytes_within(source, *self.source[1:]))
 
 
 class FakeStreams:
-    """Streams on a CPU whose copies happen as late as possible, or early at random. They keep nothing alive.
+    """Streams on a CPU whose copies happen as late as possible. They keep nothing alive.
 
     They are stricter than real ones: copies are in no order, so each has to be waited for. Threads that update
-    parameters may wait for copies too. seed: of the random early copies; None never copies early.
+    parameters may wait for copies too.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._random = None if seed is None else random.Random(seed)
+    def __init__(self) -> None:
         self._pending: list[_FakeCopy] = []
         self._lock = threading.RLock()  # a copy that frees memory may end in here again
 
     def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
         target.fill_(_POISON)
-        copy = _FakeCopy(_Span.of(source), _Span.of(target))
+        copy = _FakeCopy(source, target)
         with self._lock:
             self._pending.append(copy)
-            self._run_some()
         return copy
 
     def wait(self, event: _FakeCopy) -> None:
@@ -110,7 +98,6 @@ class FakeStreams:
             if event in self._pending:
                 self._pending.remove(event)
                 event.run()
-            self._run_some()
 
     def finish(self, event: _FakeCopy) -> None:
         self.wait(event)
@@ -121,13 +108,6 @@ class FakeStreams:
 
     def computing(self) -> Any:
         return None
-
-    def _run_some(self) -> None:
-        if self._random is not None:
-            early = [copy for copy in self._pending if self._random.random() < 0.3]
-            self._pending = [copy for copy in self._pending if copy not in early]
-            for copy in early:
-                copy.run()
 
 
 Streams = CudaStreams | FakeStreams
@@ -142,7 +122,7 @@ def bytes_within(storage: torch.UntypedStorage, start: int, size_bytes: int) -> 
     return empty.set_(storage, start, (size_bytes,), (1,))
 
 
-_SAMPLE_BYTES, _LEAST_SAMPLE_BYTES = 64 << 20, 1 << 20
+_SAMPLES_BYTES = (64 << 20, 16 << 20, 4 << 20, 1 << 20)
 _PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Express 4.0 with 16 lanes gives
 
 
@@ -154,14 +134,10 @@ def measure_link(device: torch.device) -> Link:
     """
     if device.type != "cuda":
         return _PRETENDED
-    size_bytes = _SAMPLE_BYTES
-    while True:
-        try:
+    for size_bytes in _SAMPLES_BYTES[:-1]:
+        with contextlib.suppress(torch.OutOfMemoryError):
             return _speed_of_copies(device, size_bytes)
-        except torch.OutOfMemoryError:
-            if size_bytes <= _LEAST_SAMPLE_BYTES:
-                raise
-            size_bytes //= 4
+    return _speed_of_copies(device, _SAMPLES_BYTES[-1])
 
 
 def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:

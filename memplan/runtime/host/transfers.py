@@ -96,10 +96,7 @@ class Standing:
         self._copies = {}
 
     def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]], stream: Any) -> None:
-        """Take copies from a step that ends. Each comes with what its parameter held when the step began.
-
-        stream: the stream that the step computes on.
-        """
+        """Take copies from a step that ends, each with what its parameter held as the step began. stream: of `keep`."""
         self._stream = stream
         self._copies = {
             id(contents.parameter): (contents, memory)
@@ -126,7 +123,8 @@ class Transfers:
         self.collectives: dict[int, torch.Tensor] = {}
         self._host: set[int] = set()
         self._reads: dict[int, list[Any]] = {}  # by the address of what is read
-        self._kept: dict[int, _Kept] = {}
+        # Copies that nobody has waited for: event, slab of the step, source, target.
+        self._kept: dict[int, tuple[Any, weakref.ref[Slab], torch.Tensor, torch.Tensor]] = {}
         self._arriving: dict[int, Any] = {}  # copies of gradients to the host that nobody has waited for, by address
 
     @property
@@ -138,7 +136,9 @@ class Transfers:
 
     def open(self, size_bytes: int) -> Slab:
         """A slab for one forward and its backward. Its memory comes back once nothing refers to the slab."""
-        self._settle([kept for kept in self._kept.values() if kept.slab() is None])  # of steps that were given up
+        self._settle(
+            [event for event, slab, *_ in self._kept.values() if slab() is None]
+        )  # of steps that were given up
         fitting = [i for i, memory in enumerate(self.slabs) if memory.numel() >= size_bytes]
         if fitting:
             memory = self.slabs.pop(min(fitting, key=lambda i: self.slabs[i].numel()))
@@ -157,14 +157,13 @@ class Transfers:
         return Ticket(event, target)
 
     def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+        self._kept[id(event)] = event, weakref.ref(slab), source, target
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """Let what is computed from here on wait for a copy. Gives its target."""
-        if ticket.event is None:
-            return ticket.data
-        self.streams.wait(ticket.event)
-        self._kept.pop(id(ticket.event), None)
+        if ticket.event is not None:
+            self.streams.wait(ticket.event)
+            self._kept.pop(id(ticket.event), None)
         return ticket.data
 
     def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
@@ -211,15 +210,15 @@ class Transfers:
 
     def settle(self) -> None:
         """Wait for what is running, because a step was given up, and its memory will be freed."""
-        self._settle(list(self._kept.values()))
+        self._settle([event for event, *_ in self._kept.values()])
         while self.collectives:
             with contextlib.suppress(RuntimeError):  # another rank has failed
                 private.wait_for(self.collectives.popitem()[1])
 
-    def _settle(self, copies: list[_Kept]) -> None:
-        for kept in copies:
-            self.streams.wait(kept.event)
-            self._kept.pop(id(kept.event), None)
+    def _settle(self, events: Sequence[Any]) -> None:
+        for event in events:
+            self.streams.wait(event)
+            self._kept.pop(id(event), None)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         memory = self.streams.pinned(size_bytes)
@@ -231,16 +230,6 @@ class Transfers:
     def is_host(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage is host memory that `pinned` made."""
         return storage._cdata in self._host
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A copy that was not waited for yet, of the step that has this slab."""
-
-    event: Any
-    slab: weakref.ref[Slab]
-    source: torch.Tensor
-    target: torch.Tensor
 
 
 @dataclass(eq=False)

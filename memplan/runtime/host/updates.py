@@ -109,9 +109,8 @@ class UpdatesInBackward:
         finally:
             running, self._running = self._running, None
             failures = [future.exception() for future in running]
-        for failure in failures:
-            if failure is not None:
-                raise failure
+        if (failure := next(filter(None, failures), None)) is not None:
+            raise failure
 
     def _refuse(self, tangents: Iterable[torch.Tensor]) -> None:
         if self._updated:

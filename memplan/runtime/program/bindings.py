@@ -28,9 +28,14 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
 
     args, kwargs: the arguments, with nodes of a trace for tensors.
     """
-    function = _function(target)
-    if function is None:
+    if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return target  # type: ignore[no-any-return]
+    # The compiled function or method of the op's name.
+    name = target._schema.name.removeprefix("aten::")
+    named = (getattr(home, name, None) for home in (torch, private.nn_functions, torch.Tensor))
+    function = next((f for f in named if isinstance(f, (types.BuiltinFunctionType, types.MethodDescriptorType))), None)
+    if function is None:
+        return target
     key = (target, function, _look(args), _look(kwargs))
     if key not in _KNOWN:
         args, kwargs = private.pytree.tree_map(_tensor, (args, kwargs))
@@ -38,22 +43,6 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
             wanted, found = _arriving(target, args, kwargs), _arriving(function, args, kwargs)
         _KNOWN[key] = function if wanted[0] is target and _same(wanted, found) else target
     return _KNOWN[key]
-
-
-def _function(target: Any) -> Callable[..., Any] | None:
-    """The compiled function or method of an op's name."""
-    if not isinstance(target, private.OpOverload) or target.namespace != "aten":
-        return None
-    name = target._schema.name.removeprefix("aten::")
-    for home, kind in (
-        (torch, types.BuiltinFunctionType),
-        (private.nn_functions, types.BuiltinFunctionType),
-        (torch.Tensor, types.MethodDescriptorType),
-    ):
-        function = getattr(home, name, None)
-        if isinstance(function, kind):
-            return function
-    return None
 
 
 def _look(thing: Any) -> Any:
@@ -71,7 +60,6 @@ def _look(thing: Any) -> Any:
 
 
 def _tensor(thing: Any) -> Any:
-    """The tensor in the place of a node, or of what stands for a layout."""
     if isinstance(thing, MetaTensor):
         return thing.build()
     return thing.meta["val"] if isinstance(thing, fx.Node) else thing

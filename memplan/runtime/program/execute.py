@@ -25,17 +25,18 @@ from memplan.capture.trace.raw_trace import Autocast, GradientLayout
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
 from memplan.runtime.program.check import OtherBranch, refuse_capture, run_checked
+from memplan.runtime.program.collectives import Collectives
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.rng import held_rng, restore_held_rng
-from memplan.runtime.program.tangents import Backwards, PlannedTangent, layouts_of
+from memplan.runtime.program.tangents import Backwards, Tangents, layouts_of, planned_tangents
 from memplan.runtime.watch.observe import Observer
 
 Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
-Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
+_Context = contextlib.AbstractContextManager[Any]
 
 
 class Runner:
@@ -45,23 +46,32 @@ class Runner:
     - store: parameters and buffers.
     - trainable: the parameters that are inputs of the Function, under grads="edges".
     - unlike: calls that run as they are, and would give something else in a second run.
-    - before_backward: see `attend`.
     - watch: looks at the first steps.
     - arrived: the gradients with which the latest backward started.
     - unchecked: programs whose results are compared with the traced ones in their first run.
     - waiting: forwards, for their backward.
+
+    Whoever installs the step sets three more before it runs:
+
+    - rescue: gives gradients where this program can't.
+    - before_backward: called when a backward begins, with whether it is a further one through the same forward.
+    - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
     """
+
+    rescue: Callable[[InFlight, Tangents, Exception], Gradients]
+    before_backward: Callable[[bool], None]
+    keeps_buffers: bool
 
     def __init__(
         self,
         capture: Capture,
-        programs: Callable[[], tuple[Program, ...]],
+        lowered: Callable[[], tuple[Program, ...]],
         plan: Plan,
         store: ParameterStore,
         trainable: tuple[str, ...],
     ) -> None:
-        """Prepare to run a plan of a capture. programs: gives the plan, lowered, when it is first needed."""
-        self._capture, self._programs, self._plan = capture, programs, plan
+        """Prepare to run a plan of a capture. lowered: gives the plan as programs, when they are first needed."""
+        self._capture, self._lowered, self._plan = capture, lowered, plan
         self.store, self.trainable = store, trainable
         self._traced = traced = capture.traced
         self.outputs, self.written, self.device = Outputs.of(traced), Written.of(traced), traced.device
@@ -72,27 +82,33 @@ class Runner:
         islands = [kernel.island for kernel in kernels if kernel.forward]
         self._once, self._has_islands = [island for island in islands if island.once], bool(islands)
         self.unlike = [island.title for island in islands if not island.alike]
-        self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if self._sizes is None else {self._sizes.here}  # at which results are as traced
-        self._rescue: Rescue | None = None
-        self.before_backward: Callable[[bool], None] | None = None
         self.watch: Observer | None = None
         self.arrived: dict[int, GradientLayout] | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
-        self._keeps_buffers = False
         self._adds = bool(self.written.in_backward)
         self.anchor = torch.empty(0, requires_grad=True, device=self.device)
 
     @functools.cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """The plan, lowered. A second program serves gradients of another layout."""
+        return self._lowered()
+
+    @functools.cached_property
     def program(self) -> Program:
-        return self._programs()[0]
+        return self.programs[0]
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        events = dict.fromkeys(p.collectives for p in self.programs)  # most often those of one are those of the other
+        return Collectives.of(event for of_program in events for event in of_program)
 
     @functools.cached_property
     def backwards(self) -> Backwards:
         """The backward programs, of which the second is for gradients of another layout."""
         variants = [traced for traced in (self._traced, self._capture.expanded) if traced is not None]
-        pairs = [(PlannedTangent.all_of(v), p.backward) for v, p in zip(variants, self._programs())]
+        pairs = [(planned_tangents(v), p.backward) for v, p in zip(variants, self.programs)]
         return Backwards(pairs, self.outputs.names, self._capture.backward)
 
     @functools.cached_property
@@ -108,43 +124,26 @@ class Runner:
         read = {name: tensor for name, tensor in backward.items() if name not in self.written.in_backward}
         return forward | backward, forward | read, read
 
-    def attend(
-        self, rescue: Rescue, before_backward: Callable[[bool], None] | None = None, keeps_buffers: bool = False
-    ) -> None:
-        """Give the step a helper, from now on.
-
-        - rescue: gives gradients where this program can't.
-        - before_backward: called when a backward begins, with whether it is a further one through the same forward.
-        - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
-        """
-        self._rescue, self.before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
-
-    def gradients(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+    def gradients(self, state: InFlight, tangents: Tangents) -> Gradients:
         """Gradients from this program, or from the rescue where this program can't give them."""
         tangents = dict(sorted(tangents.items()))
         run = self.backwards.program_for(tangents, state.autocast, state.numbers)
         if isinstance(run, str):
-            if self._rescue is None:
-                raise PlanMismatch(run)
-            return self._rescue(state, tangents, PlanMismatch(run))
+            return self.rescue(state, tangents, PlanMismatch(run))
         try:
             return self._backward(state, tangents, run)
         except Exception as error:
-            mends = private.is_out_of_memory(error) or isinstance(way_of(error), OtherResults)
-            if self._rescue is None or not mends:
+            if not private.is_out_of_memory(error) and not isinstance(way_of(error), OtherResults):
                 raise
             problem = error.with_traceback(None)  # or its frames would keep tensors alive
-        return self._rescue(state, tangents, problem)
+        return self.rescue(state, tangents, problem)
 
     def check_first_runs(self) -> None:
-        """Compare every result with the traced one when the programs first run.
-
-        This is for programs whose ops were not run here before.
-        """
+        """Compare every result with the traced one when the programs first run, for their ops were not run here yet."""
         if self._sizes is not None:
             self._known_sizes.clear()
-            return
-        self.unchecked = {self.program.forward, *self.backwards.programs}
+        else:
+            self.unchecked = {self.program.forward, *self.backwards.programs}
 
     def __call__(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd. numbers: of its sizes, where they vary."""
@@ -167,19 +166,24 @@ class Runner:
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
             program = self._checked
-        if id(program) not in self._numbers_of:
-            self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
-        start, sizes = self._start(inputs, program), self._numbers_of[id(program)](numbers)
-        may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
+        may_stop = self._decisions or program is not self.program or program.forward in self.unchecked  # at a check
+        kept: dict[str, torch.Tensor] = {}
+        if may_stop or self._has_islands:
+            kept = {n: _apart(self.store[n]) for n in self.written.buffers}
+        elif self.keeps_buffers:
+            kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
+        draws = self._draws and not private.is_captured(self.device)
+        start = ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
-        in_arena: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        arguments = [self.store, program.sizes_at(numbers), *(inputs[i] for i in program.forward_inputs)]
+        in_arena: _Context = contextlib.nullcontext()
         if self._steering is not None:
             steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
             gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
             in_arena = self.store.arena.forward(steering, gradients)
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), in_arena:
-                results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
+                results = self._run(program.forward, arguments)
         except BaseException as error:
             self.store.transfers.settle()
             if may_run_again(error):
@@ -188,8 +192,8 @@ class Runner:
             raise
         python_state.pop_all()
         self.store.transfers.forward_reads_done()
-        outputs = results[: program.output_count]
-        saved = results[program.output_count :]
+        count = len(self.outputs.names)
+        outputs, saved = results[:count], results[count:]
         # A view among the outputs must not look like one, or the caller could not edit it in place.
         outputs = [t if i in program.input_outputs else t.detach() for i, t in enumerate(outputs)]
         # Detached, for an output that holds itself through its graph would outlive its last user.
@@ -207,7 +211,7 @@ class Runner:
         self.store.arena.led(waiting)
         return outputs, waiting
 
-    def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+    def backward(self, state: InFlight, tangents: Tangents) -> Gradients:
         """Run backward from the gradients of some outputs. Raises PlanMismatch where it was made for others.
 
         Runs forward again where what it saved is gone. Raises RuntimeError where it can't.
@@ -217,7 +221,7 @@ class Runner:
             raise PlanMismatch(run)
         return self._backward(state, tangents, run)
 
-    def _backward(self, state: InFlight, tangents: dict[int, torch.Tensor], run: fx.GraphModule) -> Gradients:
+    def _backward(self, state: InFlight, tangents: Tangents, run: fx.GraphModule) -> Gradients:
         if state.spent:
             if not self.repeats(state):
                 why = self._keeps_from_repeating(state.start) or "its backward is handing gradients over"
@@ -229,7 +233,7 @@ class Runner:
             return self.repeat(state, tangents, state.numbers)
         run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
-            self.outputs.check(state.returned, tangents)
+            state.returned(tangents)
         self.store.begin(self._constants[0])
         self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
@@ -258,8 +262,7 @@ class Runner:
         self._known_sizes.add(state.numbers)
         self.arrived = layouts_of(tangents)
         self.store.transfers.all_reads_done()
-        keys: list[int | str] = [*self.program.input_gradients, *self.program.parameter_gradients]
-        found = zip(keys, results, strict=True)
+        found = zip(self.program.gradients, results, strict=True)
         return {key: gradient for key, gradient in found if key not in self.store.absent}
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
@@ -274,16 +277,6 @@ class Runner:
             state.surfaced.update(names)
 
     # -- running a forward again ------------------------------------------------------------------------------------
-
-    def _start(self, inputs: Sequence[torch.Tensor], program: Program) -> ForwardStart:
-        kept: dict[str, torch.Tensor] = {}
-        may_fail = program is not self.program or program.forward in self.unchecked  # for it checks what it gets
-        if may_fail or self._decisions or self._has_islands:
-            kept = {n: _apart(self.store[n]) for n in self.written.buffers}
-        elif self._keeps_buffers:
-            kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
-        draws = self._draws and not private.is_captured(self.device)
-        return ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
 
     def _go_back(self, start: ForwardStart) -> None:
         """Put the generator and the buffers back to their state when a forward began."""
@@ -310,7 +303,7 @@ class Runner:
         name = next(filter(None, changed), None)
         return name and f"{name} has been modified by an inplace operation, or exchanged, since then"
 
-    def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor], numbers: Numbers) -> Gradients:
+    def repeat(self, state: InFlight, tangents: Tangents, numbers: Numbers) -> Gradients:
         """Run the forward of `state` again, which another program ran first, and then its backward.
 
         Buffers and the generator are left as they are. Gradients that were handed over are not handed over again.
@@ -338,11 +331,8 @@ class Runner:
             stack.enter_context(island.kept(self.store.model))
         return stack
 
-    def takes(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers) -> bool:
-        """Whether backward was made for gradients of this layout, under this autocast.
-
-        numbers: of the forward's sizes.
-        """
+    def takes(self, tangents: Tangents, autocast: Autocast | None, numbers: Numbers) -> bool:
+        """Whether backward was made for gradients of this layout, under this autocast, at these sizes."""
         return not isinstance(self.backwards.program_for(tangents, autocast, numbers), str)
 
     def check_unchanged(self, state: InFlight) -> None:
@@ -360,9 +350,7 @@ class Runner:
         state.watched.check()
         state.parameters.check()
 
-    def _watched(
-        self, phase: Callable[[Observer], contextlib.AbstractContextManager[None]]
-    ) -> contextlib.AbstractContextManager[None]:
+    def _watched(self, phase: Callable[[Observer], _Context]) -> _Context:
         return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)
 
     def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
@@ -373,7 +361,7 @@ class Runner:
             self.unchecked.discard(program)
             return run_checked(program, arguments)
 
-    def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
+    def _without_autocast(self) -> _Context:
         """The captured ops are already cast; autocast must not cast them again."""
         if torch.is_autocast_enabled(self.device.type):
             return torch.autocast(self.device.type, enabled=False)
@@ -422,8 +410,7 @@ class _StepFunction(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
-        if runner.before_backward is not None:
-            runner.before_backward(state.spent)
+        runner.before_backward(state.spent)
         ctx.state, state.autocast = state if keeps_graph else None, Autocast.of_backward(runner.device.type)
         state.surfaced = set()
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})

@@ -6,7 +6,7 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,6 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.runtime.program.outputs import Returned
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 
@@ -39,15 +38,15 @@ class Written:
 
     @staticmethod
     def of(traced: Traced) -> Written:
-        """What the forward of a trace writes to."""
         graph, names = traced.graph, list[str]()
         in_forward = {v for op in graph.ops[: graph.boundary] for v in (*op.outputs, *(e.new for e in op.effects))}
         for_good, versions, in_backward = bool(traced.reassigned), set[int](), set[str]()
-        successors: dict[int | None, list[int]] = {}
+        first, in_one_memory = list[int](), dict[int, set[int]]()  # values by the first that had their memory
         for index, value in enumerate(graph.values):
-            successors.setdefault(value.reuses, []).append(index)
-        for index, value in enumerate(graph.values):
-            if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
+            first.append(index if value.reuses is None else first[value.reuses])
+            in_one_memory.setdefault(first[index], set()).add(index)
+        for index, later in in_one_memory.items():
+            if graph.values[index].resident and len(later) > 1:
                 sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
                 if not later & in_forward:
                     in_backward |= {s.name for s in sources if s.kind == "constant"}
@@ -62,16 +61,6 @@ class Written:
             and versions.isdisjoint(effect.new for effect in op.effects)
         ]
         return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good), frozenset(in_backward))
-
-
-def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
-    """A value and those that later take over its memory.
-
-    successors: for each value, those that take over its memory next.
-    """
-    yield value
-    for later in successors.get(value, ()):
-        yield from _versions(successors, later)
 
 
 class Watched:
@@ -147,7 +136,7 @@ class InFlight:
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
-    - returned: the outputs, where their use before backward has to be checked.
+    - returned: checks how the outputs were used, where that has to be checked before backward.
     - spent: what was saved is gone, so a backward has to run forward again.
     """
 
@@ -162,7 +151,7 @@ class InFlight:
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
-    returned: Returned | None = None
+    returned: Callable[[Collection[int]], None] | None = None
     spent: bool = False
 
     def spend(self) -> None:

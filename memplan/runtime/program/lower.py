@@ -38,24 +38,12 @@ from memplan.problem.schedule import (
     Wait,
 )
 from memplan.problem.steering import Steering
+from memplan.runtime.host import transfers
 from memplan.runtime.host.arena import enter_arena, leave_arena, steer_arena
-from memplan.runtime.host.transfers import (
-    contents,
-    leave,
-    offload,
-    offload_gradient,
-    on_host,
-    open_slab,
-    prefetch,
-    stayed,
-    viewed_as,
-    wait,
-)
 from memplan.runtime.program.bindings import binding
 from memplan.runtime.program.check import TRACED, as_traced, decide, is_read
 from memplan.runtime.program.collectives import GRADIENT, complete, gather, gathered, open_gathers, release, start
-from memplan.runtime.program.program import Grads, Program, Side
-from memplan.runtime.program.program_nodes import ProgramNodes
+from memplan.runtime.program.program import Grads, Program, ProgramNodes, Side
 from memplan.runtime.program.rng import ReplayedIsland, held_rng, replay_all, replay_random, save_rng
 
 
@@ -133,9 +121,17 @@ class _Lowering(ProgramNodes):
                 case SurfaceGrads(values):
                     self._surface(values)
                 case Stay(value):
-                    self._stay(value)
+                    source = self.side.state(self._parameter(value))
+                    self.staying[value] = self.side.call(transfers.contents, (source,))
+                    self.fetches[value] = self.side.call(transfers.stayed, (self._the_slab(), source))
+                    self.live[value] = {}
+                    self.awaited.add(value)
+                case Offload(value) if value in self.graph.gradients:
+                    copied = (self._the_slab(), self._whole(value))
+                    self.host_copies[value] = self.side.call(transfers.offload_gradient, copied)
                 case Offload(value):
-                    self._offload(value, index)
+                    placed = (self._the_slab(), self._whole(value), self.host_memory.offsets[index])
+                    self.host_copies[value] = self.side.call(transfers.offload, placed)
                 case Prefetch(value):
                     self._prefetch(value)
                 case Wait(value):
@@ -167,7 +163,7 @@ class _Lowering(ProgramNodes):
         if op.is_collective:
             self.collectives.append(f"{op.kind} {index}")
         given = kernel.repeat_args if again else kernel.args
-        args, kwargs = self._arguments(*self._sized(index, given), kernel.reads)
+        args, kwargs = self._arguments(index, given)
         again_as, target = None, kernel.target
         if isinstance(target, IslandKernel):
             args, target = (self.side.store, *args), dataclasses.replace(target, again=again)
@@ -226,17 +222,15 @@ class _Lowering(ProgramNodes):
         result = tensors_of(kernel.node.meta["val"])[0]
         return replay_random, device if result.device.type == device.type else result.device
 
-    def _sized(self, index: int, args: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Arguments of a kernel, with expressions for numbers that depend on sizes."""
+    def _arguments(self, index: int, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The arguments of a kernel, of which these are the positional ones, as nodes of the program."""
         sizes, kernel = self.traced.sizes, self.traced.kernels[index]
-        if sizes is None or index not in sizes.kernels:
-            return args, kernel.kwargs
-        by_name = {node.name: node for node in kernel.node.all_input_nodes}
-        call = sizes.kernels[index]
-        sized: tuple[Any, Any] = fx.map_arg((call.args, call.kwargs), lambda node: by_name[node.name])
-        return sized
+        kwargs, reads = kernel.kwargs, kernel.reads
+        if sizes is not None and index in sizes.kernels:  # numbers among them depend on sizes
+            by_name = {node.name: node for node in kernel.node.all_input_nodes}
+            call = sizes.kernels[index]
+            args, kwargs = fx.map_arg((call.args, call.kwargs), lambda node: by_name[node.name])
 
-    def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:
             if isinstance(thing, Expression):
                 return self.number(thing)
@@ -272,16 +266,13 @@ class _Lowering(ProgramNodes):
 
     def _the_slab(self) -> fx.Node:
         if self.slab is None:
-            self.slab = self.side.call(open_slab, (self.side.store, self.host_memory.size_bytes))
+            self.slab = self.side.call(transfers.open_slab, (self.side.store, self.host_memory.size_bytes))
         return self.carry(self.slab)
 
-    def _offload(self, value: int, index: int) -> None:
-        slab, instance = self._the_slab(), self.live[value]
-        tensor = self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value)
-        if value in self.graph.gradients:
-            self.host_copies[value] = self.side.call(offload_gradient, (slab, tensor))
-        else:
-            self.host_copies[value] = self.side.call(offload, (slab, tensor, self.host_memory.offsets[index]))
+    def _whole(self, value: int) -> fx.Node:
+        """A tensor from which all of a value's memory is reached."""
+        instance = self.live[value]
+        return self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value)
 
     def _is_sharded(self, value: int) -> bool:
         return self.graph.values[value].resident and self.graph.values[value].home == "sharded"
@@ -306,15 +297,8 @@ class _Lowering(ProgramNodes):
             source = self.side.state(self._parameter(value))
         else:
             source = self.host_copies[value] = self.carry(self.host_copies[value])
-        self.fetches[value] = self.side.call(prefetch, (self._the_slab(), source))
+        self.fetches[value] = self.side.call(transfers.prefetch, (self._the_slab(), source))
         self.live[value] = {}
-
-    def _stay(self, value: int) -> None:
-        source = self.side.state(self._parameter(value))
-        self.staying[value] = self.side.call(contents, (source,))
-        self.fetches[value] = self.side.call(stayed, (self._the_slab(), source))
-        self.live[value] = {}
-        self.awaited.add(value)
 
     def _arrive(self, value: int) -> None:
         """Wait for the copy of a value that stays between steps, where the value is used first.
@@ -337,13 +321,13 @@ class _Lowering(ProgramNodes):
         slab = self._the_slab()
         if value not in self.fetches:
             self.host_copies[value] = self.carry(self.host_copies[value])
-            self.side.call(wait, (slab, self.host_copies[value]))
+            self.side.call(transfers.wait, (slab, self.host_copies[value]))
             return
-        memory = self.side.call(wait, (slab, self.carry(self.fetches.pop(value))))
+        memory = self.side.call(transfers.wait, (slab, self.carry(self.fetches.pop(value))))
         self.live[value] = instance = {}
         for root in self.traced.roots[value]:
             layout = (root.meta["val"].dtype, *self.layout(root))
-            instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
+            instance[root] = self.side.call(transfers.viewed_as, (memory, *layout), name=root.name)
 
     def _cross_boundary(self) -> None:
         self.outputs = [self.tensor(output.node, output.value) for output in self.traced.outputs]
@@ -367,7 +351,7 @@ class _Lowering(ProgramNodes):
                     shape, stride, offset = self.layout(root)
                     layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
                     arguments = (self._the_slab(), self.host_copies[value], *layout)
-                    instance[root] = self.side.call(on_host, arguments, name=root.name)
+                    instance[root] = self.side.call(transfers.on_host, arguments, name=root.name)
             for name, node in self.gradients[value].nodes:
                 kind, _, parameter = name.partition(" ")
                 if kind == "parameter":
@@ -383,11 +367,10 @@ class _Lowering(ProgramNodes):
         copies = []
         for value in self.staying:  # which the next step gets
             self._arrive(value)
-            instance = self.live[value]
-            copies.append(self.look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
+            copies.append(self._whole(value))
         if copies:
             began = tuple(self.carry(node) for node in self.staying.values())
-            self.side.call(leave, (self._the_slab(), began, tuple(copies)))
+            self.side.call(transfers.leave, (self._the_slab(), began, tuple(copies)))
         positions, results = [], []
         for gradient in self.traced.gradients:
             for name, node in gradient.nodes:
@@ -402,14 +385,12 @@ class _Lowering(ProgramNodes):
             forward=self.forward.module([*self.outputs, *saved], "Forward"),
             backward=self.backward.module([*results, *self.returned.values()], "Backward"),
             forward_inputs=tuple(self.inputs),
-            sizes=tuple(self.expressions),
+            sizes_at=private.evaluator([expression.text for expression in self.expressions]),
             backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
             backward_state=tuple(dict.fromkeys([*self.backward.state_names, *with_gradient])),
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
             input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
-            output_count=len(self.outputs),
-            input_gradients=tuple(positions),
-            parameter_gradients=tuple(self.returned),
+            gradients=(*positions, *self.returned),
             grads=self.grads,
             collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
             staying=tuple(map(self._parameter, self.staying)),

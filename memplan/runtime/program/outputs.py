@@ -8,7 +8,7 @@ same memory, a differentiable edit of one does not become part of the other's hi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,29 +59,26 @@ class Outputs:
         known = zip(tensors, specs, self.names, strict=True)
         return tuple(t if spec is None else private.as_returned(t, *spec, name) for t, spec, name in known)
 
-    def returned(self, tensors: Sequence[torch.Tensor]) -> Returned:
-        """A record of these tensors as they are returned, for checks in backward."""
-        looked_at = [_NEVER]
-        return Returned(
-            {i: _Onlookers(self.names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None},
-            [_SharedOutputs([self.names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared],
-        )
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Callable[[Collection[int]], None]:
+        """A check for backward of these tensors, which are returned now.
 
-    def check(self, returned: Returned, reached: Collection[int]) -> None:
-        """Raise RuntimeError where gradients that arrive for some outputs are not all that eager's would be."""
-        for index, onlookers in returned.onlookers.items():
-            if self.inner.get(index):
-                onlookers.check()
-        for shared in returned.shared:
-            shared.check(reached)
+        It raises RuntimeError where gradients that arrive for some of them are not all that eager's would be. It keeps
+        only their memory alive, which the plan holds until backward ends anyway.
+        """
+        looked_at, names = [_NEVER], self.names
+        onlookers = {
+            i: _Onlookers(names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None
+        }
+        groups = [_SharedOutputs([names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared]
+        starts = [onlooker for i, onlooker in onlookers.items() if self.inner[i]]
 
+        def check(reached: Collection[int]) -> None:
+            for asks in starts:
+                asks.check()
+            for shared in groups:
+                shared.check(reached)
 
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """The outputs of one forward. It keeps only their memory alive, which the plan holds until backward ends anyway."""
-
-    onlookers: Mapping[int, _Onlookers]
-    shared: Sequence[_SharedOutputs]
+        return check
 
 
 class _Onlookers:

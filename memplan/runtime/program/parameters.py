@@ -128,11 +128,8 @@ class ParameterStore:
         for name, gradient in zip(names, gradients, strict=True):
             if name in self.absent:
                 continue
-            parameter = self._direct.get(name)
-            if parameter is not None and _lands_as_it_is(
-                parameter, gradient
-            ):  # with the hooks that autograd calls then
-                hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]
+            if (parameter := self._direct.get(name)) is not None and _lands_as_it_is(parameter, gradient):
+                hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]  # which autograd calls then
                 if self.updates is None or hooks != [self.updates.hook]:  # which waits for it by itself
                     self.transfers.arrived(gradient)
                 parameter.grad = gradient.detach()

@@ -25,7 +25,6 @@ def save_rng(device: torch.device) -> Any:
 
 
 def restore_rng(device: torch.device, state: Any) -> None:
-    """Put the generator back to the state that `save_rng` gave."""
     if device.type == "cpu":
         torch.set_rng_state(state)
         return
@@ -43,7 +42,6 @@ def held_rng(device: torch.device) -> tuple[bytearray, Any]:
 
 
 def restore_held_rng(device: torch.device, state: tuple[bytearray, Any]) -> None:
-    """Put the generators back to the states that `held_rng` gave."""
     on_cpu, on_device = state
     torch.set_rng_state(torch.frombuffer(on_cpu, dtype=torch.uint8))
     if on_device is not None:

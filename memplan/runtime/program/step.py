@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,6 @@ _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's ord
 class PlannedStep:
     """One plan of a model for one kind of call.
 
-    - lowered: gives the plan as programs, which are made when they are first needed, with their collectives. A second
-      program serves gradients of another layout.
     - key: tells which calls the step serves.
     - provisional: found in a hurry; planned in full when such a call comes again.
     - sized: the plan at other sizes, where the step serves those too.
@@ -45,7 +42,6 @@ class PlannedStep:
 
     planned: Plan
     capture: Capture
-    lowered: Callable[[], tuple[tuple[Program, ...], Collectives]]
     key: StepKey
     runner: Runner
     provisional: bool = False
@@ -56,7 +52,7 @@ class PlannedStep:
     def of(
         model: nn.Module,
         capture: Capture,
-        programs: Callable[[], tuple[Program, ...]],
+        lowered: Callable[[], tuple[Program, ...]],
         grads: Grads,
         plan: Plan,
         provisional: bool = False,
@@ -65,32 +61,21 @@ class PlannedStep:
     ) -> PlannedStep:
         """The step for the model that was captured. It holds no tensors of the batch that it was captured with.
 
-        programs: gives the plan, lowered.
+        lowered: gives the plan as programs.
         """
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-
-        @functools.cache
-        def lowered() -> tuple[tuple[Program, ...], Collectives]:
-            made = programs()
-            events = dict.fromkeys(p.collectives for p in made)  # most often those of one are those of the other
-            return made, Collectives.of(event for of_program in events for event in of_program)
-
         traced, trainable = capture.traced, tuple(n for n, p in model.named_parameters() if p.requires_grad)
         names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
         store = ParameterStore(model, names, traced.device, gathers, traced.specs)
         inputs = trainable if grads == "edges" else ()
-        runner = Runner(capture, lambda: lowered()[0], plan, store, inputs)
+        runner = Runner(capture, lowered, plan, store, inputs)
         if plan.problem.costs.source != "measured":  # some ops have not run here
             runner.check_first_runs()
-        return PlannedStep(plan, capture, lowered, capture.key, runner, provisional, sized)
-
-    @property
-    def programs(self) -> tuple[Program, ...]:
-        return self.lowered()[0]
+        return PlannedStep(plan, capture, capture.key, runner, provisional, sized)
 
     @property
     def collectives(self) -> Collectives:
-        return self.lowered()[1]
+        return self.runner.collectives
 
     @property
     def plan(self) -> Plan:
@@ -117,10 +102,6 @@ class PlannedStep:
         traced = self.capture.traced
         return len(traced.fx_graph.nodes) * _BYTES_A_NODE + sum(c.nbytes for c in traced.constants.values())
 
-    def let_go(self) -> None:
-        """Free copies that stay on the device between steps, because something else may need the room."""
-        self.runner.store.transfers.standing.free()
-
     def numbers(self, call: Call) -> Numbers:
         """The values of what varies from call to call."""
         numbers = self.key.numbers(call)
@@ -128,7 +109,6 @@ class PlannedStep:
         return numbers
 
     def peak_bytes(self, call: Call) -> int:
-        """The peak in a call that the step serves."""
         return self.planned.peak_bytes if self.sized is None else self.sized.peak_bytes(self.numbers(call))
 
     def forward_ops(self, call: Call) -> tuple[str, ...]:
@@ -142,10 +122,6 @@ class PlannedStep:
             if type(self.key.attributes(owner).get(key)) is not int:
                 return f"{owner}.{key} is no number any more"
         return self.key.mismatch(call)
-
-    def settle(self, model: nn.Module) -> None:
-        """Set on the model what its first eager forward would set."""
-        self.capture.settle(model)
 
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
@@ -208,12 +184,6 @@ class EagerStep:
 
     def peak_bytes(self, call: Call) -> None:
         """Nobody knows it."""
-
-    def let_go(self) -> None:
-        """Does nothing: nothing is left."""
-
-    def settle(self, model: nn.Module) -> None:
-        """Does nothing: an eager forward sets all by itself."""
 
     def run(self, call: Call) -> Any:
         return self.forward(*call.variadic, **call.arguments)

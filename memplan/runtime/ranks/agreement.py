@@ -32,7 +32,7 @@ import enum
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -60,28 +60,7 @@ class SharedPlans(NamedTuple):
     others: list[bytes]
 
 
-class Share(Protocol):
-    """Gives plans, as bytes, to ranks that ask for them at the same time.
-
-    Among ranks that ask for one kind of plan, the one with the lowest known budget makes it; of equal ones, the one
-    with the lowest number.
-
-    - kind: equal for ranks that can share a plan.
-    - budget_bytes: this rank's budget; 0 is one that is not known.
-    - make: makes the plan, from the figures of these ranks, in any order; from none where `exact` is equal on all of
-      them.
-    - exact: equal for ranks whose steps are equal.
-    - figures: gives what this rank tells the others, in a form that JSON can hold.
-    """
-
-    def __call__(
-        self,
-        kind: str,
-        budget_bytes: int,
-        make: Callable[[list[Any]], bytes],
-        exact: str = "",
-        figures: Callable[[], Any] = ...,
-    ) -> SharedPlans: ...
+Share = Callable[..., SharedPlans]  # `_PlanningRound.share`
 
 
 class _RankState(enum.IntEnum):
@@ -94,17 +73,10 @@ class _RankState(enum.IntEnum):
 
 
 class _Word(NamedTuple):
-    """The sixteen bytes that a rank sends before a step: its state, and the digest of its collectives."""
+    """What a rank says before a step, in sixteen bytes: its state, and the digest of its collectives."""
 
     state: _RankState
-    digest: bytes = bytes(8)
-
-    def pack(self) -> bytes:
-        return bytes([self.state]) + bytes(7) + self.digest
-
-    @staticmethod
-    def unpack(data: bytes) -> _Word:
-        return _Word(_RankState(data[0]), data[8:])
+    digest: bytes
 
 
 class Ranks:
@@ -197,21 +169,25 @@ class Agreement:
         step, problem = (None, self._broken) if self._broken is not None else _attempt(look)
         planned, noted = False, OtherResults()
         while True:
-            words = [_Word.unpack(w) for w in self._ranks.words(_word(step, problem, plan is None).pack())]
+            words = self._words(step, problem, idle=plan is None)
             states = {word.state for word in words}
             if _RankState.FAILED in states:
                 raise self._failure(problem)
             if _RankState.PLANS not in states:
                 if len({word.digest for word in words if word.state == _RankState.READY}) <= 1:
                     return step
-                found, step = self._one_that_all_have(step, others)
-                if found:
-                    return step
+                own: dict[str, ServingStep] = {}
+                for one in () if step is None else (step, *others()):
+                    own.setdefault(one.collectives.digest.hex(), one)
+                first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
+                common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
+                if common is not None:  # steps with equal collectives on all ranks
+                    return own.get(common)
                 if planned or not self._one_schedule:
                     raise self._mismatch(words, step)
             planning, planned = _PlanningRound(self._ranks), True
             if plan is not None and (step is None or self._one_schedule):
-                step, problem = self._attempt(functools.partial(plan, planning.share))
+                step, problem = _attempt(functools.partial(plan, planning.share), self._ranks.alone())
                 problem = None if planning.leader_failed else problem  # the leader tells the reason itself
                 way = way_of(problem)
                 if isinstance(way, OtherResults) and way != noted:  # this rank traces again in another round
@@ -221,19 +197,19 @@ class Agreement:
 
     def together(self, run: Callable[[], object]) -> None:
         """Run something on all ranks. What goes wrong in it on one rank is raised on all."""
-        _, problem = self._attempt(run)
-        words = self._ranks.words(_word(None, problem, idle=True).pack())
-        if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
+        _, problem = _attempt(run, self._ranks.alone())
+        if any(word.state == _RankState.FAILED for word in self._words(None, problem, idle=True)):
             raise self._failure(problem)
 
-    def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-        """What `run` gives, or the error that it ends with. Waiting for other ranks in vain is an error too."""
-
-        def alone() -> _T:
-            with self._ranks.alone():
-                return run()
-
-        return _attempt(alone)
+    def _words(self, step: ServingStep | None, problem: Exception | None, idle: bool) -> list[_Word]:
+        """What each rank says. This one has a step or a problem, only takes part, or needs a plan."""
+        state, digest = _RankState.IDLE if idle else _RankState.PLANS, bytes(8)
+        if problem is not None:
+            state = _RankState.FAILED
+        elif step is not None:
+            state, digest = _RankState.READY, step.collectives.digest
+        words = self._ranks.words(bytes([state]) + bytes(7) + digest)
+        return [_Word(_RankState(word[0]), word[8:]) for word in words]
 
     def keep(self, before: ServingStep, after: ServingStep) -> None:
         """Check a step that takes the place of the agreed one on this rank alone.
@@ -253,17 +229,6 @@ class Agreement:
             "with loss_fn="
         )
         raise self._broken
-
-    def _one_that_all_have(
-        self, step: ServingStep | None, others: Callable[[], Sequence[ServingStep]]
-    ) -> tuple[bool, ServingStep | None]:
-        """Whether there are steps with equal collectives on all ranks, and the one that this rank has."""
-        own: dict[str, ServingStep] = {}
-        for one in () if step is None else (step, *others()):
-            own.setdefault(one.collectives.digest.hex(), one)
-        first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
-        common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
-        return (False, step) if common is None else (True, own.get(common))
 
     def _mismatch(self, words: Sequence[_Word], step: ServingStep | None) -> PlanMismatch:
         """The error for every rank where steps have different collectives."""
@@ -318,9 +283,21 @@ class _PlanningRound:
         exact: str = "",
         figures: Callable[[], Any] = lambda: None,
     ) -> SharedPlans:
-        """The plan for ranks that ask for this kind, made by one of them. Called once in a round at most."""
+        """Plans, as bytes, for ranks that ask for them at the same time. Called once in a round at most.
+
+        Among ranks that ask for one kind of plan, the one with the lowest known budget makes it; of equal ones, the one
+        with the lowest number.
+
+        - kind: equal for ranks that can share a plan.
+        - budget_bytes: this rank's budget; 0 is one that is not known.
+        - make: makes the plan, from the figures of these ranks, in any order; from none where `exact` is equal on all
+          of them.
+        - exact: equal for ranks whose steps are equal.
+        - figures: gives what this rank tells the others, in a form that JSON can hold.
+        """
         assert not self._shared, "a step has one plan"
-        requests = self._ask(kind, budget_bytes, exact)
+        self._shared = True
+        requests = self._ranks.messages([kind, budget_bytes, exact])
         alike = [rank for rank, (other, *_) in enumerate(requests) if other == kind]
         leader = min(alike, key=lambda rank: (not requests[rank][1], requests[rank][1], rank))
         uneven = len({requests[rank][2] for rank in alike}) > 1
@@ -340,13 +317,8 @@ class _PlanningRound:
     def finish(self) -> None:
         """Take part in the rest of the round."""
         if not self._shared:
-            self._tell(self._ask(None, 0, ""), None)
+            self._tell(self._ranks.messages([None, 0, ""]), None)
             self._hand_over(b"")
-
-    def _ask(self, kind: str | None, budget_bytes: int, exact: str) -> list[Any]:
-        """What each rank asks for."""
-        self._shared = True
-        return self._ranks.messages([kind, budget_bytes, exact])
 
     def _tell(self, requests: Sequence[Any], own: Any) -> list[Any]:
         """The figures of each rank, where ranks that ask for one kind of plan have different steps; else nothing."""
@@ -363,18 +335,13 @@ class _PlanningRound:
         }
 
 
-def _word(step: ServingStep | None, problem: Exception | None, idle: bool) -> _Word:
-    if problem is not None:
-        return _Word(_RankState.FAILED)
-    if step is not None:
-        return _Word(_RankState.READY, step.collectives.digest)
-    return _Word(_RankState.IDLE if idle else _RankState.PLANS)
-
-
-def _attempt(run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """What `run` gives, or the error that it ends with."""
+def _attempt(
+    run: Callable[[], _T], around: contextlib.AbstractContextManager[None] | None = None
+) -> tuple[_T | None, Exception | None]:
+    """What `run` gives in the context `around` it, or the error that it ends with."""
     try:
-        return run(), None
+        with around or contextlib.nullcontext():
+            return run(), None
     except Exception as error:
         return None, error
 

@@ -101,16 +101,14 @@ class ShardedModel:
             if self._model in unit.modules:
                 self._own = vars(self._model).get("forward")
                 self._model.forward = _WithinUnit(unit, self._units, self._model, self._model.forward)
-        self._taken_over, failed = True, True
-        try:
+        self._taken_over = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.give_back)
             yield
-            failed = False
-        finally:
-            if failed or not for_good:
-                self.give_back()
+            if for_good:
+                stack.pop_all()
 
     def give_back(self) -> None:
-        """Put the hooks of units back."""
         for unit in self._units:
             unit.give_back()
         if isinstance(vars(self._model).get("forward"), _WithinUnit):
@@ -210,11 +208,7 @@ class _WithinUnit:
     """The forward of a model that is a unit itself, with what the unit's hooks on the model do."""
 
     def __init__(
-        self,
-        unit: private.FsdpUnit,
-        units: Sequence[private.FsdpUnit],
-        model: nn.Module,
-        original: Callable[..., Any],
+        self, unit: private.FsdpUnit, units: Sequence[private.FsdpUnit], model: nn.Module, original: Callable[..., Any]
     ) -> None:
         self._unit, self._units, self._model = unit, units, model
         self.__wrapped__, self.__name__ = original, "forward"

@@ -11,7 +11,7 @@ import functools
 import inspect
 import operator
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -82,9 +82,8 @@ class IslandRuns(private.RealOps):
         self._reasons, self._layers = reasons, layers
         self._calls: list[Island] = []
         self._within = False
-        self._reads = self._shapes = 0  # of numbers from data, and of results whose shapes depend on data
-        self._writes = 0  # to what forward has not made
-        self._collectives = 0
+        # Numbers read from data, results whose shapes depend on data, writes to what forward has not made, collectives.
+        self._noted = Counter[str]()
         self._hidden: set[int] = set()  # buffers to which ops write without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._inside = set[int]()  # memory that the running call is given, or has made
@@ -112,10 +111,10 @@ class IslandRuns(private.RealOps):
         for tensor in written_by(func, args, kwargs):
             if storage_key(tensor) not in self._made:
                 self._memory.keep(tensor)
-                self._writes += storage_key(tensor) not in {storage_key(b) for b in self._model.buffers()}
+                self._noted["writes"] += storage_key(tensor) not in {storage_key(b) for b in self._model.buffers()}
         hidden = op_facts.HIDDEN_WRITES.get(func, ((), 0))[0]
         self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
-        self._collectives += is_collective(func)
+        self._noted["collectives"] += is_collective(func)
         result = self.run_op(func, args, kwargs)
         given = _memory_of((args, kwargs))
         self._note_behind(given)
@@ -123,8 +122,11 @@ class IslandRuns(private.RealOps):
             if has_memory(tensor) and storage_key(tensor) not in given:
                 self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
                 self._inside.add(storage_key(tensor))
-        self._reads += func is private.READ_SCALAR
-        self._shapes += _has_shape_of_data(func, args)
+        self._noted["reads"] += func is private.READ_SCALAR
+        if func is torch.ops.aten.index.Tensor:
+            self._noted["shapes"] += any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+        else:
+            self._noted["shapes"] += private.has_shape_of_data(func)
         return result
 
     def _note_behind(self, memory: Mapping[int, Any]) -> None:
@@ -225,31 +227,28 @@ class IslandRuns(private.RealOps):
             like=None if instance is None else attributes_in_short(instance),
             kept=functools.partial(_restored, kept),
         )
-        gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
-        writes, island.varies, written = self._writes, False, WrittenArguments(tensors, arguments.given)
-        collectives = self._collectives
+        gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
+        noted_before = Counter(self._noted)
         self._inside, self._behind = set(_memory_of(tensors)), {}
-        self._within = True
-        try:
+        with private.exchanged(self, _within=True):
             returned = run()
-        finally:
-            self._within = False
         self._note_behind(_memory_of(returned))
         self._read_behind[island.name] = dict(self._behind)
         behind = self._read_behind[island.name].keys()
         buffers_now = {storage_key(b) for b in self._model.buffers() if has_memory(b)}
         after = held_rng(self._device)
         island.random = before != after
-        drew, island.varies = python_generators() != python_before, self._shapes > shapes
+        noted = self._noted - noted_before
+        drew, island.varies = python_generators() != python_before, noted["shapes"] > 0
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
-        island.alike, island.once = repeats and self._writes == writes, not repeats or drew
-        island.loose = island.varies or drew or self._reads > reads
+        island.alike, island.once = repeats and not noted["writes"], not repeats or drew
+        island.loose = island.varies or drew or noted["reads"] > 0
         outputs = pytree.tree_leaves(returned)
         if isinstance(called, NamedFunction):
             island.in_place = written.returned(outputs)
         self._within = True
         try:
-            if self._collectives > collectives or any(map(private.is_sharded, (*tensors, *outputs))):
+            if noted["collectives"] or any(map(private.is_sharded, (*tensors, *outputs))):
                 raise Refusal(f"{island.title} runs collectives, or is given DTensors")
             is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
             unseen = written.unseen()
@@ -275,12 +274,7 @@ class IslandRuns(private.RealOps):
         return returned
 
     def _refuse(
-        self,
-        island: Island,
-        arguments: Arguments,
-        module: nn.Module | None,
-        autocast: Autocast,
-        outputs: Sequence[Any],
+        self, island: Island, arguments: Arguments, module: nn.Module | None, autocast: Autocast, outputs: Sequence[Any]
     ) -> None:
         """Raise a Refusal where a call could not be two ops, as far as its arguments and outputs tell."""
         if isinstance(island.called, NamedFunction):
@@ -414,13 +408,6 @@ def _memory_of(things: Any) -> dict[int, Any]:
     """The memory of tensors, in containers too, by key."""
     tensors = (t for t in pytree.tree_leaves(things) if isinstance(t, torch.Tensor) and has_memory(t))
     return {storage_key(t): private.known_storage(t) for t in tensors}
-
-
-def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op gives a tensor whose shape depends on data."""
-    if func is torch.ops.aten.index.Tensor:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return private.has_shape_of_data(func)
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:

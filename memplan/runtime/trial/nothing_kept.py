@@ -30,37 +30,34 @@ def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any]) -> Itera
     """
     writes = WritesUndone(model, call)
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
-    gradients = [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]
     homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     stand_ins = {b: b.detach().clone() for b in dict.fromkeys(model.buffers())}  # the buffers are not touched at all
     devices = sorted({t.device for t in leaves if t.device.type == "cuda"}, key=str)
-    # Such a hook may well be an optimizer's step.
-    tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
-    hooks = [(table, dict(table)) for table in tables]
-    generators = [(g, g.get_state()) for g in own_generators(model)]
-    torch.clear_autocast_cache()
-    try:
+    with contextlib.ExitStack() as stack:  # it puts things back in the reverse order
         for leaf in leaves:
-            leaf.grad = None
+            _set_aside(leaf, stack)
+            stack.callback(leaf.requires_grad_, leaf.requires_grad)
         for home, before in homes:
+            stack.callback(home.update, before)
+            stack.callback(home.clear)
             home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
-        for table, _ in hooks:
-            table.clear()
+        for generator in own_generators(model):
+            stack.callback(generator.set_state, generator.get_state())
+        stack.callback(writes.undo)
+        stack.callback(torch.clear_autocast_cache)
+        torch.clear_autocast_cache()
         kept = AttributesKept(model, run=run, given=call.leaves)
         with python_generators_kept(), torch.random.fork_rng(devices=devices), kept, writes:
             yield writes
-    finally:
-        torch.clear_autocast_cache()
-        writes.undo()
-        for table, held in hooks:
-            table.update(held)
-        for generator, state in generators:
-            generator.set_state(state)
-        for home, before in homes:
-            home.clear()
-            home.update(before)
-        for leaf, gradient, required in gradients:
-            leaf.requires_grad_(required).grad = gradient
+
+
+def _set_aside(leaf: torch.Tensor, stack: contextlib.ExitStack) -> None:
+    """Take a leaf's gradient and hooks away until the stack closes. A hook may well be an optimizer's step."""
+    stack.callback(setattr, leaf, "grad", leaf.grad)
+    for table in filter(None, (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)):
+        stack.callback(table.update, dict(table))
+        table.clear()
+    leaf.grad = None
 
 
 class WritesUndone(private.RealOps):
@@ -97,32 +94,21 @@ class WritesUndone(private.RealOps):
         self._memory.undo()
 
 
-class OtherLeaves:
+class OtherLeaves(contextlib.ExitStack):
     """Tensors that get gradients though they are no parameters or arguments: a list may hold them, or a closure.
 
     As a context, it puts their gradients back, and keeps their hooks from running. found: those known so far.
     """
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        super().__init__()
         self._known = set(map(id, known))
-        self._stack = contextlib.ExitStack()
         self.found: list[torch.Tensor] = []
-
-    def __enter__(self) -> OtherLeaves:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
 
     def look_behind(self, starts: Sequence[torch.Tensor]) -> None:
         """Find those to which backward from these outputs gives gradients, and take what they have aside."""
         for leaf in [node.variable for node in Edges(starts).leaves if hasattr(node, "variable")]:
-            if id(leaf) in self._known:
-                continue
-            self._known.add(id(leaf))
-            self.found.append(leaf)
-            self._stack.callback(setattr, leaf, "grad", leaf.grad)
-            for table in filter(None, (leaf._backward_hooks, leaf._post_accumulate_grad_hooks)):
-                self._stack.callback(table.update, dict(table))
-                table.clear()
-            leaf.grad = None
+            if id(leaf) not in self._known:
+                self._known.add(id(leaf))
+                self.found.append(leaf)
+                _set_aside(leaf, self)

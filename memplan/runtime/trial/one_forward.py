@@ -58,16 +58,15 @@ def one_forward(
     Raises ForwardFails where forward raises.
     """
     with nothing_kept(model, call, run=run) as writes, nothing_saved(), AttributesKept(model, run=run) as attributes:
-        data = DataFollowed([*model.parameters(), *call.tensors])
+        reads = NotedReads([*model.parameters(), *call.tensors])
         buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
-        reads = NotedReads()
-        shown = {island.called: island for island in islands.calls}
+        kept = {island.called: island.kept for island in islands.calls}
 
         @contextlib.contextmanager
         def unheard(called: Any) -> Iterator[None]:
             """A context for the call of an island: what it reads, and leaves in Python, is no concern of forward."""
-            with _paused(reads, data), shown[called].kept(model) if called in shown else contextlib.nullcontext():
+            with private.exchanged(reads, is_paused=True), kept.get(called, contextlib.nullcontext)(model):
                 yield
 
         def run_it(called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
@@ -82,7 +81,6 @@ def one_forward(
             around or contextlib.nullcontext(),
             calls_exchanged(model, islands.callables, run_it),
             private.functions_applied_by(apply),
-            data,
             reads,
         ):
             try:
@@ -92,11 +90,11 @@ def one_forward(
                     raise
                 raise ForwardFails(error) from error
         left = attributes.left()
-        caches = left.without(lambda t: data.reached(t) or (has_memory(t) and storage_key(t) in standing_in))
+        caches = left.without(lambda t: t in reads.reached or (has_memory(t) and storage_key(t) in standing_in))
         memory = {storage_key(tensor) for tensor in writes.written}
         written = {n for n, p in model.named_parameters() if has_memory(p) and storage_key(p) in memory}
         written.update(name for name, buffer, version in buffers if buffer._version != version)
-        caches = LeftBehind([], []) if data.was_read else caches
+        caches = LeftBehind([], []) if reads.of_data else caches
         return OneForward(reads.answers, left, caches, frozenset(written))
 
 
@@ -131,59 +129,32 @@ def nothing_saved() -> contextlib.AbstractContextManager[object]:
     return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, unpacked)
 
 
-@contextlib.contextmanager
-def _paused(*watching: NotedReads | DataFollowed) -> Iterator[None]:
-    """A context in which these note no reads."""
-    before = [one.is_paused for one in watching]
-    for one in watching:
-        one.is_paused = True
-    try:
-        yield
-    finally:
-        for one, was in zip(watching, before, strict=True):
-            one.is_paused = was
-
-
 class NotedReads(private.RealOps):
-    """Notes the numbers that are read from tensors."""
+    """Notes the numbers that are read from tensors, and follows data: that of some tensors, and random numbers.
 
-    def __init__(self) -> None:
+    - answers: the numbers. of_data: whether some come from tensors that depend on the data.
+    - is_paused: reads are not noted.
+    - reached: tensors that depend on the data.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.answers: list[Answer] = []
-        self.is_paused = False
+        self.of_data = self.is_paused = False
+        self.reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
 
     def __enter__(self) -> NotedReads:
         self._depth = stack_depth()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = self.run_op(func, args, kwargs)
-        if func is private.READ_SCALAR and not self.is_paused:
+        result, is_read = self.run_op(func, args, kwargs), func is private.READ_SCALAR
+        if is_read and not self.is_paused:
             self.answers.append(Answer(result, lines_within(self._depth)))
-        return result
-
-
-class DataFollowed(private.RealOps):
-    """Follows the data of some tensors, and random numbers.
-
-    was_read: whether numbers were read from tensors that they reached, while it was not paused.
-    """
-
-    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.was_read = self.is_paused = False
-        self._reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
-
-    def reached(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor depends on the data."""
-        return tensor in self._reached
-
-    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        result = self.run_op(func, args, kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         unseen = isinstance(func, private.HigherOrderOperator)  # it reads numbers, and tensors that it isn't given
-        if unseen or any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs):
-            self.was_read |= not self.is_paused and (unseen or func is private.READ_SCALAR)
+        if unseen or any(t in self.reached for t in given) or op_facts.draws_random_numbers(func, args, kwargs):
+            self.of_data |= not self.is_paused and (unseen or is_read)
             for tensor in (*tensors_of(result), *written_by(func, args, kwargs)):
-                self._reached[tensor] = True
+                self.reached[tensor] = True
         return result

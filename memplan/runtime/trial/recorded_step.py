@@ -228,25 +228,20 @@ def _as_bytes(state: Any) -> torch.Tensor:
 @contextlib.contextmanager
 def _python_state_kept(model: nn.Module, run: Callable[..., Any], given: tuple[Any, ...]) -> Iterator[None]:
     """A context that puts back attributes, gradients and the state of optimizers that step in it."""
-    leaves = list(model.parameters())
-    gradients = [(p, p.grad, p.requires_grad) for p in leaves]
-    optimizers: dict[int, tuple[torch.optim.Optimizer, Any]] = {}
+    optimizers = set[torch.optim.Optimizer]()
 
     def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if id(optimizer) not in optimizers:
+        if optimizer not in optimizers:
+            optimizers.add(optimizer)
             state = {p: {k: copy.deepcopy(v) for k, v in of.items()} for p, of in optimizer.state.items()}
-            optimizers[id(optimizer)] = optimizer, state
+            stack.callback(optimizer.state.update, state)
+            stack.callback(optimizer.state.clear)
 
-    handle = register_optimizer_step_pre_hook(keep)
-    try:
-        for parameter in leaves:
+    with contextlib.ExitStack() as stack:
+        for parameter in model.parameters():
+            stack.callback(setattr, parameter, "grad", parameter.grad)
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.grad = None
+        stack.callback(register_optimizer_step_pre_hook(keep).remove)
         with AttributesKept(model, run=run, given=given):
             yield
-    finally:
-        handle.remove()
-        for optimizer, state in optimizers.values():
-            optimizer.state.clear()
-            optimizer.state.update(state)
-        for parameter, gradient, required in gradients:
-            parameter.requires_grad_(required).grad = gradient

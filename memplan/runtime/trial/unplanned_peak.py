@@ -54,8 +54,10 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
         meter.register([part for tensor in resident for part in strided_parts(tensor)])
         resident_bytes = meter.live_bytes
 
-        def step() -> int:
-            """Run a step. Gives what it held at most."""
+        def step(seed: int | None = None) -> int:
+            """Run a step, with a seed on other random numbers. Gives what it held at most."""
+            if seed is not None:
+                seed_all(seed)
             for leaf in (*model.parameters(), *call.tensors, *others.found):
                 leaf.grad = None
             meter.reset_peak()
@@ -80,10 +82,10 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
         now = _generators(model, call)
         left = _left(model, call, attributes.left())  # whose frame holds gradients no longer than that
         if before != now:
-            peaks += _peaks_of_other_draws(step, 2)
+            peaks += map(step, range(2))
         margin_bytes = 0
         if len(set(peaks[1:])) > 1:  # the first step may also hold what libraries allocate
-            peaks += _peaks_of_other_draws(step, 10)
+            peaks += map(step, range(10))
             margin_bytes = (max(peaks) - resident_bytes) // 8
         peak_bytes = max(peaks) + margin_bytes
         return UnplannedPeak(resident_bytes, peak_bytes, meter.live_bytes, (*left, *returned, *now))
@@ -99,15 +101,6 @@ def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """The states of all generators that forward may draw from."""
     own = (bytes(g.get_state().numpy()) for g in own_generators(model))
     return (*own, *python_generators(), *map(str, held_rng(torch.device(call.device_type))))
-
-
-def _peaks_of_other_draws(step: Callable[[], int], count: int) -> list[int]:
-    """What steps on other random numbers hold at most."""
-    found = []
-    for seed in range(count):
-        seed_all(seed)
-        found.append(step())
-    return found
 
 
 def bits_of(thing: Any) -> tuple[Any, ...]:

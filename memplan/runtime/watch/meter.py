@@ -36,30 +36,26 @@ class LiveMeter(RealOps):
         """Count tensors that exist already, in any nesting of containers."""
         for tensor in pytree.tree_leaves(tensors):
             for part in strided_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
-                if is_allocated(part):
-                    self._see(part.untyped_storage())
+                storage = part.untyped_storage() if is_allocated(part) else None
+                if storage is None or (self._leaves_out is not None and self._leaves_out(storage)):
+                    continue
+                key, size_bytes = storage._cdata, allocated_bytes(storage.nbytes(), storage.device)
+                known_bytes = self._sizes_bytes.get(key)
+                if known_bytes is None:
+                    # The Python object lives exactly as long as the storage, whoever holds that.
+                    weakref.finalize(storage, self._freed, key).atexit = False
+                self._sizes_bytes[key] = size_bytes
+                self.live_bytes += size_bytes - (known_bytes or 0)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def reset_peak(self) -> int:
-        """Start a new peak at the bytes that are live now. Returns the old peak."""
-        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
-        return peak_bytes
+    def reset_peak(self) -> None:
+        """Start a new peak at the bytes that are live now."""
+        self.peak_bytes = self.live_bytes
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         out = self.run_op(func, args, kwargs)
         self.register(out)
         return out
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        if self._leaves_out is not None and self._leaves_out(storage):
-            return
-        key, size_bytes = storage._cdata, allocated_bytes(storage.nbytes(), storage.device)
-        known_bytes = self._sizes_bytes.get(key)
-        if known_bytes is None:
-            # The Python object lives exactly as long as the storage, whoever holds that.
-            weakref.finalize(storage, self._freed, key).atexit = False
-        self._sizes_bytes[key] = size_bytes
-        self.live_bytes += size_bytes - (known_bytes or 0)
 
     def _freed(self, key: int) -> None:
         self.live_bytes -= self._sizes_bytes.pop(key)
