@@ -124,8 +124,8 @@ class Problems:
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
             return UnsupportedModel(
-                f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
-                "this call as the sample"
+                f"parameter {stuck[0]} lives on the host, and this call writes to it, returns it or shares it. "
+                "Apply memplan with this call as the sample"
             )
         lasting = placement.lasting()
 
