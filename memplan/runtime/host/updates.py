@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -175,11 +174,10 @@ class UpdatesInBackward:
         optimizer = self._optimizer
         view = object.__new__(type(optimizer))
         view.__dict__.update(optimizer.__dict__)  # the state is shared
-        view.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
         view.param_groups = [{**self._groups[parameter], "params": [parameter]}]
         parameter.grad = gradient
         try:
-            type(optimizer).step(view)
+            private.step_without_hooks(view)
         finally:
             parameter.grad = None
 
