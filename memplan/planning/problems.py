@@ -74,6 +74,11 @@ class Problems:
         later_bytes = around.buffers.later_outputs * output_bytes + around.after_bytes  # once nothing is in flight
         values = problem.graph.values
         held_bytes += self._beyond_views(traced.device)
+        if self._limits.keeps_written:
+            taken = {value.reuses for value in values}
+            held_bytes += in_flight * sum(
+                v.size_bytes for i, v in enumerate(values) if i in taken and v.role == "buffer" and v.reuses is None
+            )
         if self._limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
             held_bytes += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
         return dataclasses.replace(
