@@ -218,6 +218,7 @@ def apply(
             alone = shards is None
             planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
             planner.limits.recall(planner.placement.device)
+            planner.limits.keeps_written = on_oom == "replan"
             make = None if sample is None else functools.partial(_first_step, planner, sample, plan, less_bytes)
             if agreement is not None:
                 step = agreement.step(lambda: None, make)

@@ -160,12 +160,15 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """For each tensor the first one that shares its storage, and its offset from that one.
+def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """For each tensor the first that is this one, the first that shares its storage, and its offset from that one.
 
     Where they all lie in a larger storage does not matter: batches may be slices of one tensor.
     """
     first: dict[int, int] = {}
+    same: dict[int, int] = {}
+    ones = [same.setdefault(id(t), i) for i, t in enumerate(tensors)]
     tensors = [strided_parts(t)[-1] for t in tensors]
     groups = [first.setdefault(storage_key(t), i) for i, t in enumerate(tensors)]
-    return tuple((i, int(t.storage_offset() - tensors[i].storage_offset())) for i, t in zip(groups, tensors))
+    offsets = [int(t.storage_offset() - tensors[i].storage_offset()) for i, t in zip(groups, tensors)]
+    return tuple(zip(ones, groups, offsets, strict=True))

@@ -184,7 +184,7 @@ def _capture(
         if value.role in ("input", "constant") and value.reuses is not None:
             raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
-    key.guard(traced, raw)
+    key.guard(traced, raw, call)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
         traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options.backward, answers,

@@ -19,6 +19,7 @@ from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.snapshot import Snapshot
 from memplan.capture.attributes.tables import ABSENT, attribute_tables
 from memplan.capture.guards import Guards, OtherRead
+from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.ops.sizes import FROM_DATA, DataSize, Numbers, Sizes, Varying, symbols_in
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
@@ -79,6 +80,8 @@ class StepKey:
         self._sizes: Sizes | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._tensor_reads: Mapping[tuple[str, str], Any] = {}
+        self._written: tuple[str, ...] = ()
+        self._beside: dict[str, str] = {}
         self._model = model
         self._bind()
         self._snapshots = [Snapshot(self.tables, model, reads, () if shards is None else shards.attributes)]
@@ -103,10 +106,16 @@ class StepKey:
         """Note where parameters and buffers are now, after the plan has moved them."""
         self._state_facts = _facts_of(self._model, self._shards)
         self._bind()
+        arguments = {name: written for name, written in self._beside.items() if name.startswith("argument ")}
+        self._beside = arguments | self._beside_written()
 
-    def guard(self, traced: Traced, raw: RawTrace) -> None:
-        """Attach what forward read from tensors, to be read again before each call."""
+    def guard(self, traced: Traced, raw: RawTrace, call: Call) -> None:
+        """Attach what forward read from tensors, to be read again before each call, and what it writes to."""
         self._guards, self._tensor_reads = Guards(traced), raw.tensor_reads
+        taken = {v.reuses for v in traced.graph.values if v.reuses is not None}
+        written = [traced.residents[n] for v in taken for n in traced.roots.get(v, ()) if n in traced.residents]
+        self._written = tuple("argument " * (one.kind == "input") + one.name for one in written)
+        self._beside = self._beside_written(call)
         self._attribute_reads = tuple(raw.attribute_reads)
         self._sizes = traced.sizes
         if traced.sizes is not None:
@@ -147,7 +156,7 @@ class StepKey:
 
     def varying(self, call: Call) -> Varying:
         """The sizes in which a call differs from the captured one; empty where it differs in anything else."""
-        if self._model_changed() or self._hooks_changed() or self._environment_changed():
+        if self._model_changed() or self._sharing_changed(call) or self._hooks_changed() or self._environment_changed():
             return frozenset()
         varying = self.arguments.varying(call)
         if self._guards is None or (not varying and self.arguments.mismatch(call) is not None):
@@ -163,6 +172,7 @@ class StepKey:
         return (
             self.arguments.mismatch(call)
             or self._model_changed()
+            or self._sharing_changed(call)
             or (self._hooks_changed() if hooks else None)
             or self._environment_changed()
             or (None if (other := self._data_changed(call)) is None else other.why)
@@ -241,6 +251,7 @@ class StepKey:
         return problem
 
     def _state_differs(self) -> str | None:
+        owners: dict[int, tuple[int, str]] = {}
         for (name, home, leaf, first_home, first_leaf), facts in self._state:
             tensor = home.get(leaf)
             if facts is None:
@@ -249,6 +260,8 @@ class StepKey:
                 continue
             if tensor is not first_home.get(first_leaf) or tensor is None:
                 return f"{name} is gone, or no longer shared as it was"
+            if owners.setdefault(id(tensor), (id(first_home), first_leaf)) != (id(first_home), first_leaf):
+                return f"{name} is the same tensor as another, which it was not"
             if (
                 tensor.dtype != facts.dtype
                 or tensor.requires_grad != facts.requires_grad
@@ -258,6 +271,20 @@ class StepKey:
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
         return None
+
+    def _beside_written(self, call: Call | None = None) -> dict[str, str]:
+        """Names of arguments, parameters and buffers that lie in memory to which the step writes, by another's name."""
+        arguments = () if call is None else zip(map("argument {}".format, call.names), call.tensors, strict=True)
+        state = ((name, home.get(leaf)) for (name, home, leaf, _, _), _ in self._state)
+        keys = {name: _memory(tensor) for name, tensor in (*arguments, *state) if tensor is not None}
+        written = {keys[name]: name for name in self._written if name in keys}
+        return {name: written[key] for name, key in keys.items() if key in written}
+
+    def _sharing_changed(self, call: Call) -> str | None:
+        if not self._written or (now := self._beside_written(call)) == self._beside:
+            return None
+        name = next(n for n in (*now, *self._beside) if now.get(n) != self._beside.get(n))
+        return f"{name} shares memory with other tensors than planned for, and the step writes to some"
 
     def _hooks_changed(self) -> str | None:
         if not any(self._tables_of_hooks) and not any(self._hook_counts):
@@ -295,6 +322,13 @@ class StepKey:
                 text = f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
                 return OtherRead(line_of_place(read.where), text, of_shape=False)
         return None if self._guards is None else self._guards.changed(call, self._model.get_buffer)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """`storage_key`, in less time for most tensors, as it is asked for before each call."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided:
+        return int(tensor.untyped_storage()._cdata)
+    return storage_key(strided_parts(tensor)[-1])
 
 
 def unplanned_hooks(table: dict[int, Any], shards: Shards | None) -> int:

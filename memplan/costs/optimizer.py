@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -146,7 +146,7 @@ class _Example:
         try:
             for _ in range(4):  # the first makes the state
                 start_s = time.perf_counter()
-                type(twin).step(twin)
+                private.step_without_hooks(twin)
                 best_s = min(best_s, time.perf_counter() - start_s)
         except Exception as error:
             raise UnsupportedModel(
@@ -208,7 +208,7 @@ def _step(twin: torch.optim.Optimizer, device: torch.device) -> _AllocationMeter
     meter = _AllocationMeter(device)
     try:
         with meter, torch.no_grad():
-            type(twin).step(twin)  # not twin.step: schedulers replace that on the instance
+            private.step_without_hooks(twin)
     except Exception as error:
         raise UnsupportedModel(
             f"the memory of {type(twin).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, "
@@ -226,9 +226,13 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy with all attributes. Optimizers' own copies leave out whether they have warned of things."""
+    """A copy with all attributes, to whose containers a step may add.
+
+    Optimizers' own copies leave out whether they have warned of things.
+    """
     twin = copy.copy(optimizer)
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in vars(twin)})
+    own = {**vars(optimizer), **vars(twin)}
+    vars(twin).update({n: copy.copy(v) if isinstance(v, (list, dict, set, deque)) else v for n, v in own.items()})
     return twin
 
 

@@ -145,7 +145,8 @@ class PlannedForward:
 
     def fetching(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the model's own forward, and parts of it, find parameters that live on the host."""
-        away, device = self._planner.placement.away(), self._planner.placement.device
+        device = self._planner.placement.device  # in the trace of a model around this one, all is there
+        away = [t for t in self._planner.placement.away() if not isinstance(t, private.FakeTensor)]
         return FetchedWhereUsed(away, device, self.model) if away and device is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager

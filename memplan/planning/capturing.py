@@ -27,7 +27,7 @@ from memplan.costs.optimizer import update_needs
 from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
-from memplan.planning.homes import with_updates
+from memplan.planning.homes import with_others_in_flight, with_updates
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.trace_loop import KnownIslands, TraceLoop
@@ -254,6 +254,8 @@ class Capturing:
                 needs = {p: needs.get(p, 0) for p in updates.parameters}
             update_bytes = {name: needs[p] for name, p in self._model.named_parameters() if p in needs}
             captured = captured.changed(lambda step: with_updates(step, update_bytes))
+        if self._settings.in_flight > 1:
+            captured = captured.changed(with_others_in_flight)
         return self._placement.homed(captured)
 
     @property

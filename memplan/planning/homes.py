@@ -1,4 +1,4 @@
-"""Where parameters live between steps, and which are updated in backward, written into a captured step."""
+"""Where parameters live between steps, which are updated in backward, what runs once: written into a captured step."""
 
 from __future__ import annotations
 
@@ -128,3 +128,14 @@ def with_updates(traced: Traced, update_bytes: Mapping[str, int]) -> Traced:
                 update_bytes=max(update_bytes[name] for name in names),
             )
     return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))
+
+
+def with_others_in_flight(traced: Traced) -> Traced:
+    """The step for several forwards in flight: what reads state that forward has written to does so once, in forward.
+
+    The next forward writes to it again before backward runs.
+    """
+    graph = traced.graph
+    written = {i for i, value in enumerate(graph.values) if value.resident and value.reuses is not None}
+    once = [dataclasses.replace(op, recomputable=op.recomputable and written.isdisjoint(op.inputs)) for op in graph.ops]
+    return dataclasses.replace(traced, graph=dataclasses.replace(graph, ops=tuple(once)))

@@ -23,13 +23,14 @@ class Limits:
       read it from disk.
     - after_error: a larger margin, in this process, because a step ran out of memory.
     - accumulate: plans count gradients of earlier backward passes.
+    - keeps_written: copies are kept of buffers that forward writes to, so that it can run again (on_oom="replan").
     """
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model, self._settings = model, settings
         self.budget_bytes: int | None = None
         self.learnt = self.after_error = 0.0
-        self.accumulate = settings.adds_up
+        self.accumulate, self.keeps_written = settings.adds_up, False
         self._with_gradients: int | None = None  # `budget_bytes` of plans that count gradients where others do not
 
     @property

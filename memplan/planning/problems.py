@@ -15,6 +15,7 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
+from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.sizes import Numbers
 from memplan.costs.estimate import estimate
 from memplan.costs.libraries import workspaces
@@ -72,12 +73,31 @@ class Problems:
         held_bytes += sum(self._workspaces(traced)) + around.held_bytes + needs.state_bytes
         later_bytes = around.buffers.later_outputs * output_bytes + around.after_bytes  # once nothing is in flight
         values = problem.graph.values
+        held_bytes += self._beyond_views(traced.device)
+        if self._limits.keeps_written:
+            taken = {value.reuses for value in values}
+            held_bytes += in_flight * sum(
+                v.size_bytes for i, v in enumerate(values) if i in taken and v.role == "buffer" and v.reuses is None
+            )
         if self._limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
             held_bytes += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
         return dataclasses.replace(
             problem, extra_resident_bytes=held_bytes, update_bytes=needs.step_bytes + later_bytes,
             requests=self._requests(traced, needs),
         )  # fmt: skip
+
+    def _beyond_views(self, device: torch.device) -> int:
+        """Bytes of the memory in which parameters and buffers lie, beyond the last that one of them shows."""
+        ends: dict[int, int] = {}
+        sizes: dict[int, int] = {}
+        for tensor in (*self._model.parameters(), *self._model.buffers()) if self._settings.shards is None else ():
+            if tensor.device.type != device.type or tensor.layout is not torch.strided:
+                continue
+            key, strides = storage_key(tensor), zip(tensor.shape, tensor.stride(), strict=True)
+            last = int(tensor.storage_offset()) + sum((size - 1) * stride for size, stride in strides)
+            ends[key] = max(ends.get(key, 0), (last + 1) * tensor.element_size() if tensor.numel() else 0)
+            sizes[key] = tensor.untyped_storage().nbytes()
+        return sum(max(0, size - ends[key]) for key, size in sizes.items())
 
     def with_shards(self, captured: Capture) -> Problem:
         """The problem of a step that gathers sharded parameters."""
@@ -124,8 +144,8 @@ class Problems:
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
             return UnsupportedModel(
-                f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
-                "this call as the sample"
+                f"parameter {stuck[0]} lives on the host, and this call writes to it, returns it or shares it. "
+                "Apply memplan with this call as the sample"
             )
         lasting = placement.lasting()
 

@@ -26,6 +26,13 @@ def global_hook_tables() -> list[dict[int, Any]]:
     return [getattr(torch.nn.modules.module, f"_global{table}") for table in HOOK_TABLES]
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Step a copy of an optimizer. Hooks on the step, of this optimizer or of all, are for the user's own alone."""
+    step: Any = type(optimizer).step  # not optimizer.step: schedulers replace that on the instance
+    step = step.__wrapped__ if getattr(step, "hooked", False) else step
+    step(optimizer)
+
+
 def foreign_hooks(table: dict[int, Any]) -> int:
     """Number of hooks in a module's table whose work is not part of a trace."""
     return sum(not _is_traced(hook) for hook in table.values())

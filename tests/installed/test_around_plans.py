@@ -139,3 +139,26 @@ def test_hooks_on_what_autograd_saves_have_no_part_in_a_plan() -> None:
         assert not seen
         found = trained(net, batches)
     assert_same_bits(trained(plain, batches), found)
+
+
+def test_a_part_with_parameters_on_the_host_is_planned_with_the_model_around_it() -> None:
+    def losses(net: nn.Sequential) -> Any:
+        torch.manual_seed(1)
+        given = []
+        for _ in range(2):
+            net.zero_grad()
+            loss = net(torch.ones(32, 16)).pow(2).mean()
+            loss.backward()
+            given.append(copied([loss, [p.grad for p in net.parameters()]]))
+        return given
+
+    torch.manual_seed(0)
+    net = nn.Sequential(layers(), nn.Linear(16, 16))
+    expected = losses(net)
+    floor_bytes = memplan.plan(net[0], torch.ones(32, 16), 1.0, costs="estimate").floor_bytes
+    options: dict[str, Any] = {"costs": "estimate", "host_budget": "1GiB", "link": memplan.Link(25e9, 25e9)}
+    memplan.apply(net[0], torch.ones(32, 16), int(0.7 * floor_bytes), **options)
+    plan = memplan.plan_of(net[0])
+    assert plan is not None and any(v.fetched for v in plan.problem.graph.values)
+    memplan.apply(net, torch.ones(32, 16), 1.0, costs="estimate")  # which aborted the process
+    assert_same_bits(losses(net), expected)

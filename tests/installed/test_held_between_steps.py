@@ -325,3 +325,45 @@ def test_what_a_waiting_forward_holds_is_what_the_plan_says() -> None:
     assert state.saved_bytes == sum(size for key, size in beside.items() if key not in inside) > 0
     output.backward()
     assert not state.saved
+
+
+class Pruned(nn.Module):
+    """A weight and a table that are the first rows of larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2000, 64)[:64])
+        self.register_buffer("table", torch.randn(3000, 64)[:96])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.tanh(x @ self.weight) * self.table).pow(2).mean()
+
+
+class Queue(nn.Module):
+    """A queue that every forward writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.register_buffer("queue", torch.zeros(2000, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        self.queue[:96] = x.detach()
+        return torch.tanh(x).pow(2).mean()
+
+
+def assert_the_peak_holds(net: nn.Module, **options: Any) -> None:
+    memplan.apply(net, torch.randn(96, 64), 1.0, costs="estimate", on_infeasible="min", **options)
+    peak_bytes, _ = peak_of_steps(net, torch.randn(96, 64), "before")
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    assert 0.98 * plan.peak_bytes < peak_bytes <= plan.peak_bytes
+
+
+def test_memory_behind_parameters_and_buffers_counts_as_a_whole() -> None:
+    assert_the_peak_holds(Pruned())
+
+
+def test_buffers_that_are_kept_for_another_run_are_counted() -> None:
+    assert_the_peak_holds(Queue(), on_oom="replan")

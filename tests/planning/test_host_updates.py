@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import memplan
 from memplan.costs.optimizer import fused_host_update_s_per_byte, host_update_s_per_byte
 from memplan.planning import plan_search, problems
+from tests.support.small import net_and_sample
 from tests.support.zoo import MODELS
 
 AdamW = torch.optim.AdamW
@@ -38,6 +40,36 @@ def test_timing_leaves_the_optimizer_as_it_is() -> None:
     assert host_update_s_per_byte(optimizer, measured=True) > 0
     assert fused_host_update_s_per_byte(optimizer) is not None
     assert str(before) == str((net.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_hooks_on_steps_hear_of_the_loops_own_alone(update: Any) -> None:
+    """Plans step copies of the optimizer: to foresee memory, to time it, to update in backward."""
+    net, sample = net_and_sample()
+    optimizer = AdamW(net.parameters())
+    heard: list[str] = []
+    optimizer.register_step_pre_hook(lambda *step: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *step: heard.append("after"))
+    of_all = register_optimizer_step_post_hook(lambda *step: heard.append("of all"))
+    memplan.apply(net, sample, 0.9, optimizer=optimizer, update=update, host_budget="1GiB")
+    net(sample).backward()
+    assert heard == []
+    optimizer.step()
+    of_all.remove()
+    assert heard == ["before", "after", "of all"]
+
+
+def test_a_step_that_is_foreseen_leaves_nothing_in_the_optimizers_lists() -> None:
+    class Counts(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            self.steps.append(closure)
+            return super().step(closure)
+
+    net, sample = net_and_sample()
+    optimizer = Counts(net.parameters(), lr=0.1)
+    optimizer.steps = []
+    memplan.apply(net, sample, 0.9, optimizer=optimizer, costs="estimate")
+    assert optimizer.steps == []
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tests.support.configs import lower_bound, with_figures
 from tests.support.meter import LiveMeter
 from tests.support.random_graphs import llama_like, random_problems, resnet_like
 from tests.support.solver_oracle import all_orders, recount
-from tests.support.zoo import assert_same_bits
+from tests.support.zoo import assert_same_bits, copied
 
 CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
@@ -242,3 +242,32 @@ def test_refusals() -> None:
     optimizer = torch.optim.SGD(stage.parameters())
     with pytest.raises(ValueError, match="nothing can be accumulated"):
         memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=2, optimizer=optimizer, update="backward")
+
+
+class Averages(nn.Module):
+    """Reads the average that it has added to; autograd saves a copy of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.linear(x))
+        self.average.mul_(0.9).add_(x.detach().mean(0))
+        return torch.tanh(x * self.average.expand(64, 16).clone()) * x
+
+
+def test_what_a_forward_has_written_is_not_read_after_the_next_one() -> None:
+    def trained(net: nn.Module) -> Any:
+        torch.manual_seed(1)
+        losses = [net(torch.randn(64, 16)).pow(2).mean() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+        return copied([losses, [p.grad for p in net.parameters()], list(net.buffers())])
+
+    torch.manual_seed(0)
+    net = Averages()
+    plain = copy.deepcopy(net)
+    memplan.apply(net, torch.randn(64, 16), "min", costs="estimate", in_flight=2)
+    assert_same_bits(trained(net), trained(plain))

@@ -324,6 +324,50 @@ def test_what_cannot_be_honoured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     net(sample).backward()
 
 
+@pytest.mark.parametrize("change", ["reversed", "moved", "taken out"])
+def test_groups_may_change_between_steps(change: str) -> None:
+    """Each parameter is updated by the group that it is in by then, or not at all."""
+
+    def trained(plan: bool) -> Any:
+        torch.manual_seed(0)
+        net, sample = net_and_sample()
+        first, *others = net.parameters()
+        slow = {"params": others, "lr": 0.01}
+        optimizer = torch.optim.SGD([{"params": [first]}, slow], lr=0.1, momentum=0.9)
+        if plan:
+            memplan.apply(net, sample, 1.0, optimizer=optimizer, update="backward", costs="estimate")
+        for step in range(4):
+            net(sample).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            groups = optimizer.param_groups
+            if step == 1 and change == "reversed":
+                groups.reverse()
+            elif step == 1:
+                groups[0]["params"].remove(first)
+                groups[1]["params"] += [first] * (change == "moved")
+            first.grad = None
+        return copied(list(net.parameters()))
+
+    assert_same_bits(trained(plan=True), trained(plan=False))
+
+
+def test_parameters_in_one_memory_are_refused() -> None:
+    torch.manual_seed(0)
+    net, sample = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer, "update": "backward", "costs": "estimate"}
+    memplan.apply(net, sample, "1GiB", **options)
+    net[2].weight.data = net[0].weight.data  # type: ignore[assignment]
+    before = copied(list(net.parameters()))
+    with pytest.raises(ValueError, match="the same memory twice"):
+        net(sample).sum().backward()
+    assert_same_bits(before, copied(list(net.parameters())))
+    memplan.remove(net)
+    with pytest.raises(ValueError, match="the same memory twice"):
+        memplan.apply(net, sample, "1GiB", **options)
+
+
 def test_a_failed_update_on_the_host_is_told() -> None:
     net, sample = MODELS["handmade"](0)
     optimizer = OPTIMIZERS["SGD"](net.parameters())

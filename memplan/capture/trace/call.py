@@ -75,8 +75,8 @@ class Call:
 
     def requiring_grad(self, positions: Sequence[int]) -> Call:
         """The call with tensors at these positions that require grad, in the same memory."""
-        tensors = [t.detach().requires_grad_() if i in positions else t for i, t in enumerate(self.tensors)]
-        return self.filled(tensors) if positions else self
+        apart = {id(t): t.detach().requires_grad_() for i, t in enumerate(self.tensors) if i in positions}
+        return self.filled([apart.get(id(t), t) for t in self.tensors]) if positions else self
 
     def without_tensors(self) -> Call:
         """The call with empty tensors, which a plan may keep without holding a batch."""

@@ -222,8 +222,9 @@ class _StepTrace:
             leaves[name] = private.with_spec(leaf, private.spec_of(parameter))
             if not private.is_ordinary(parameter) and not private.is_sharded(parameter):  # packed weights carry scales
                 vars(leaves[name]).update({k: v for k, v in vars(parameter).items() if k not in vars(leaves[name])})
+        once: dict[int, torch.Tensor] = {}  # forward sees whether two arguments are one
         given = [
-            t.detach().requires_grad_() if real.requires_grad else t
+            once.setdefault(id(real), t.detach().requires_grad_() if real.requires_grad else t)
             for t, real in zip(tensors, self._inputs, strict=True)
         ]
         call, state = self._request.call, {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
@@ -311,7 +312,9 @@ class _StepTrace:
             )
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own) as check, autocast:
-            gradients: list[torch.Tensor | None] = [*torch.autograd.grad(starts, wanted, tangents, allow_unused=True)]
+            found = torch.autograd.grad(starts, wanted, tangents, allow_unused=True)
+        first = {id(t): i for i, t in reversed([*enumerate(wanted)])}  # an argument that comes twice has one gradient
+        gradients = [g if first[id(t)] == i else None for i, (t, g) in enumerate(zip(wanted, found, strict=True))]
         for name, gradient in zip(own, gradients):
             check(name, gradient)
         return gradients

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import nn
+
+from memplan import torch_private as private
 
 _SCALED = 1.0  # a loss whose gradient is more than this was multiplied by a GradScaler
 
@@ -60,18 +61,30 @@ class UpdatesInBackward:
         self.arrived: Callable[[torch.Tensor], None] = lambda gradient: None
         self.hook: Callable[[torch.Tensor], None] | None = None
         self._optimizer = optimizer
-        self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._groups = self._groups_now()
         self.parameters = [p for p in model.parameters() if p.requires_grad and p in self._groups]
         if any(p._post_accumulate_grad_hooks for p in self.parameters):
             raise ValueError(
                 "update='backward' frees each gradient, but other hooks take gradients as they arrive (an optimizer in "
                 "backward, ZeRO). Remove those, or leave update='backward' out"
             )
+        self._refuse_one_memory()
         self._handles: list[Any] = []
         self._updated: set[nn.Parameter] = set()
         self._worker: ThreadPoolExecutor | None = None
         self._begun = False
         self._running: list[Future[None]] | None = None  # None: nobody waits for a thread
+
+    def _refuse_one_memory(self) -> None:
+        addresses = [private.part_here(p).data_ptr() for p in self.parameters if p.nbytes]
+        if len({*addresses}) < len(addresses):
+            raise ValueError(
+                "update='backward' would update the same memory twice in a step: several parameters share it "
+                "(a.data = b.data). Tie them (a = b), or leave update='backward' out"
+            )
+
+    def _groups_now(self) -> dict[torch.Tensor, dict[str, Any]]:
+        return {p: group for group in self._optimizer.param_groups for p in group["params"]}
 
     def install(self) -> None:
         if self._handles:
@@ -103,7 +116,8 @@ class UpdatesInBackward:
         tangents: the gradients that the pass starts from.
         """
         self._refuse(tangents)
-        self._running = []
+        self._refuse_one_memory()
+        self._running, self._groups = [], self._groups_now()
         try:
             yield
         finally:
@@ -138,6 +152,10 @@ class UpdatesInBackward:
         if parameter in self._updated:
             self._refuse(())
         self._updated.add(parameter)
+        if self._running is None:
+            self._groups = self._groups_now()
+        if parameter not in self._groups:  # taken out of the optimizer
+            return
         gradient, parameter.grad = parameter.grad, None
         if self._running is None or parameter not in self.host:
             self._update(parameter, gradient)
@@ -155,11 +173,10 @@ class UpdatesInBackward:
         optimizer = self._optimizer
         view = object.__new__(type(optimizer))
         view.__dict__.update(optimizer.__dict__)  # the state is shared
-        view.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
-        view.param_groups = [{**optimizer.param_groups[self._groups[parameter]], "params": [parameter]}]
+        view.param_groups = [{**self._groups[parameter], "params": [parameter]}]
         parameter.grad = gradient
         try:
-            type(optimizer).step(view)
+            private.step_without_hooks(view)
         finally:
             parameter.grad = None
 
