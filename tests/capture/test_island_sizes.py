@@ -210,7 +210,7 @@ def test_what_follows_no_rule_is_planned_for_each_size(
 ) -> None:
     with caplog.at_level(logging.INFO, "memplan"):
         assert sizes_of(Net(applied(function), 1), rows(*sizes)) == [False, False]
-    assert "planned for each size" in caplog.text
+    assert "each size gets a plan of its own" in caplog.text
     assert function.__name__ in caplog.text
 
 

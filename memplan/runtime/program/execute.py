@@ -233,7 +233,7 @@ class Runner:
             return self.repeat(state, tangents, state.numbers)
         run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
-            state.returned(tangents)
+            state.returned(self.outputs, tangents)
         self.store.begin(self._constants[0])
         self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one

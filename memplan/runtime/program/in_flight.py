@@ -17,6 +17,7 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.raw_trace import Autocast
+from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 
@@ -151,7 +152,7 @@ class InFlight:
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
-    returned: Callable[[Collection[int]], None] | None = None
+    returned: Callable[[Outputs, Collection[int]], None] | None = None
     spent: bool = False
 
     def spend(self) -> None:

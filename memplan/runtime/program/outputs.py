@@ -59,22 +59,23 @@ class Outputs:
         known = zip(tensors, specs, self.names, strict=True)
         return tuple(t if spec is None else private.as_returned(t, *spec, name) for t, spec, name in known)
 
-    def returned(self, tensors: Sequence[torch.Tensor]) -> Callable[[Collection[int]], None]:
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Callable[[Outputs, Collection[int]], None]:
         """A check for backward of these tensors, which are returned now.
 
-        It raises RuntimeError where gradients that arrive for some of them are not all that eager's would be. It keeps
-        only their memory alive, which the plan holds until backward ends anyway.
+        It takes the outputs of the plan that runs backward, which may be another. It raises RuntimeError where
+        gradients that arrive for some of them are not all that eager's would be. It keeps only their memory alive,
+        which the plan holds until backward ends anyway.
         """
         looked_at, names = [_NEVER], self.names
         onlookers = {
             i: _Onlookers(names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None
         }
         groups = [_SharedOutputs([names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared]
-        starts = [onlooker for i, onlooker in onlookers.items() if self.inner[i]]
 
-        def check(reached: Collection[int]) -> None:
-            for asks in starts:
-                asks.check()
+        def check(outputs: Outputs, reached: Collection[int]) -> None:
+            for index, asks in onlookers.items():
+                if outputs.inner.get(index):
+                    asks.check()
             for shared in groups:
                 shared.check(reached)
 
