@@ -20,7 +20,7 @@ Mismatches = dict[int, str | None]  # by kind of step: what keeps it from servin
 class KnownSteps:
     """The steps of one model, one for each kind of call, the last one used first.
 
-    - limits: with the budget. held: gradients that are there beside a step.
+    - limits: with the budget. held: gradients of earlier steps.
     - declined: steps that the present call has left by another branch, and where.
     """
 

@@ -12,7 +12,7 @@ from memplan.problem.data import Surroundings
 
 
 class Voice:
-    """Says things of one model, each once. said: subjects of which there has been a word.
+    """Says things of one model, each once. said: subjects that have had a line.
 
     surroundings: if there is an engine, it shows what it runs. Of several ranks, the first one speaks.
     """
