@@ -13,7 +13,7 @@ import weakref
 from argparse import Namespace
 from collections import UserDict, deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,6 +344,22 @@ def test_nothing_is_planned_again_while_a_framework_counts() -> None:
         net.zero_grad()
         net.progress += 1
     assert len(steps_of(net)) == 1
+
+
+def test_a_method_that_is_bound_anew_is_the_same() -> None:
+    net, x = Net(number(lambda net: net.settings.scale)).train(), torch.randn(16, 8)
+
+    def doubled(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        return nn.Linear.forward(linear, x) * 2
+
+    net.last.forward = MethodType(nn.Linear.forward, net.last)
+    memplan.apply(net, x, 1.0, costs="estimate", on_mismatch="raise")
+    before = outcome(net, x)
+    net.last.forward = MethodType(nn.Linear.forward, net.last)
+    assert_same_bits(outcome(net, x), before)
+    net.last.forward = MethodType(doubled, net.last)
+    with pytest.raises(memplan.PlanMismatch, match="forward"):
+        net(x)
 
 
 class Breaking(Net):

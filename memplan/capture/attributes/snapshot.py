@@ -1,6 +1,7 @@
 """What attributes were when a plan was made, to be compared before each call.
 
-Plain values and containers are compared by value, everything else (functions, tensors, objects) by identity. A plan
+Plain values and containers are compared by value, everything else (functions, tensors, objects) by identity, methods
+by that of their function and object: `kernels` binds forwards anew when a model goes from `eval()` to `train()`. A plan
 depends on those that its step reads (`attribute_reads`).
 """
 
@@ -10,7 +11,7 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Collection, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -173,7 +174,7 @@ def is_unchanged(frozen: Any, value: Any) -> bool:
         return same_kind and bool(frozen.tobytes() == value.tobytes())
     if isinstance(value, (float, complex)):  # 0.0 and -0.0 are equal
         return type(frozen) is type(value) and repr(frozen) == repr(value)
-    return isinstance(value, PLAIN) and type(frozen) is type(value) and bool(frozen == value)
+    return isinstance(value, (*PLAIN, MethodType)) and type(frozen) is type(value) and bool(frozen == value)
 
 
 def copied(container: Any) -> Any:
