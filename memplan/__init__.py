@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from memplan.planned_models import plan_of as plan_of
     from memplan.planned_models import remove as remove
     from memplan.planned_models import report as report
+    from memplan.planned_models import watch as watch
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.budgets import Budget as Budget
     from memplan.problem.data import Buffers as Buffers
@@ -59,6 +60,7 @@ _HOMES = {
     "apply": "api", "explore": "api", "plan": "api", "prepare": "api",
     "fetching": "planned_models", "grown_bytes": "planned_models", "on_remove": "planned_models",
     "plan_of": "planned_models", "remove": "planned_models", "report": "planned_models",
+    "watch": "planned_models",
     "largest_batch": "batch_size", "longest_sequence": "batch_size", "SizedChoice": "batch_size",
     "audit": "exactness", "Audit": "exactness", "Finding": "exactness",
     "compare_kernels": "kernel_errors", "KernelErrors": "kernel_errors",

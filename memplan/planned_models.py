@@ -31,7 +31,7 @@ def report(model: nn.Module) -> str | None:
     """What each part of a planned model's training loop holds, then the report of the plan that it ran last.
 
     The parts are the step, `optimizer.step()`, and calls without a plan, of which the first and larger ones are
-    measured. None where the model has no plan.
+    measured: those of the model, and of modules beside it that `watch` names. None where the model has no plan.
     """
     refuse_no_module(model)
     planned = planned_forward(model)
@@ -48,6 +48,19 @@ def grown_bytes(model: nn.Module) -> int | None:
     refuse_no_module(model)
     planned = planned_forward(model)
     return None if planned is None else planned.recovery.grown_bytes
+
+
+def watch(model: nn.Module, beside: nn.Module) -> None:
+    """Measure calls of a module beside a planned model too, for `report` and for the warning of calls over the budget.
+
+        memplan.watch(student, teacher)
+
+    On a CPU its parameters and buffers count in all such calls; on CUDA all that is on the device counts anyway.
+    `remove` ends it. Raises ValueError where the model has no plan.
+    """
+    refuse_no_module(beside)
+    planned = planned_forward(model)
+    on_remove(model, (lambda: None) if planned is None else planned.passes.watch(beside, lambda: planned.plan))
 
 
 def remove(model: nn.Module) -> nn.Module:

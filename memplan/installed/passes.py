@@ -6,13 +6,14 @@ A budget is one for training steps. Such a call may hold more: logits of a whole
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.trace.call import tensors_inside
 from memplan.installed.voice import Voice
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -20,11 +21,13 @@ from memplan.plans.plan import Plan
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.units import format_bytes
 
-_LARGER = 1.25  # a call is measured if its inputs are so many times as large as those of any before it
+_LARGER = 1.1  # a call is measured if its inputs are so many times as large as those of any before it
 
 
 class UnplannedPasses:
-    """Measures calls that run without a plan, the first one and larger ones.
+    """Measures calls that run without a plan, the first one and larger ones: also of modules beside the model.
+
+    `generate` gives each call a longer cache than the one before. Such caches count as inputs.
 
     peak_bytes: the most that was on the device in one of them, with parameters, gradients and the optimizer's state. On
     CUDA a call counts where it holds more than all that ran before it.
@@ -32,25 +35,55 @@ class UnplannedPasses:
 
     def __init__(self, model: nn.Module, limits: Limits, placement: Placement, voice: Voice) -> None:
         self._model, self._limits, self._placement, self._voice = model, limits, placement, voice
-        self.peak_bytes = self._inputs_bytes = 0
+        self._beside: list[nn.Module] = []
+        self._inputs_bytes = dict[nn.Module, int]()  # of the largest, by the module that is called
+        self.peak_bytes = 0
+
+    def watch(self, module: nn.Module, plan: Callable[[], Plan | None]) -> Callable[[], None]:
+        """Measure calls of a module beside the model, too. Gives a function that ends that."""
+        begun: list[contextlib.ExitStack] = []
+
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            begun.append(contextlib.ExitStack())
+            begun[-1].enter_context(self.watching(plan(), module, (args, kwargs)))
+
+        def end(*_: Any) -> None:
+            if begun:
+                begun.pop().close()
+
+        self._beside.append(module)
+        hooks = (
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(end, always_call=True),
+        )
+
+        def undo() -> None:
+            self._beside.remove(module)
+            for hook in hooks:
+                hook.remove()
+
+        return undo
 
     @contextlib.contextmanager
-    def watching(self, plan: Plan | None, inputs: Any) -> Iterator[None]:
+    def watching(self, plan: Plan | None, called: nn.Module, inputs: Any) -> Iterator[None]:
         """A context for such a call. Where it holds more than the budget, a warning says so.
 
         - plan: of the training step.
         - inputs: arguments of the call.
         """
-        tensors = [t for t in private.pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
-        size_bytes = sum(t.nbytes for t in tensors)
         device = next((p.device for p in self._model.parameters()), torch.device("meta"))
         # On a CPU, parameters that come and go are not told from others.
         moves = bool(self._placement.host) or self._placement.gathers is not None
         countable = device.type == "cuda" or (device.type == "cpu" and not moves)
-        if plan is None or not countable or size_bytes < _LARGER * self._inputs_bytes or private.someone_traces():
+        if plan is None or not countable or private.someone_traces():
             yield
             return
-        self._inputs_bytes = max(size_bytes, 1)
+        tensors = tensors_inside(inputs, set())[0]
+        size_bytes = sum(t.nbytes for t in tensors)
+        if size_bytes < _LARGER * self._inputs_bytes.get(called, 0):
+            yield
+            return
+        self._inputs_bytes[called] = max(size_bytes, 1)
         if device.type == "cuda":
             before_bytes, earlier_bytes = private.requested_bytes(device)
             yield
@@ -58,8 +91,10 @@ class UnplannedPasses:
             if peak_bytes == earlier_bytes:
                 return
         else:
-            meter, parameters = LiveMeter(), list(self._model.parameters())
-            meter.register([parameters, [p.grad for p in parameters], list(self._model.buffers()), tensors])
+            meter, modules = LiveMeter(), (self._model, *self._beside)
+            parameters = [p for module in modules for p in module.parameters()]
+            buffers = [b for module in modules for b in module.buffers()]
+            meter.register([parameters, [p.grad for p in parameters], buffers, tensors])
             others_bytes = plan.problem.extra_resident_bytes
             before_bytes = meter.live_bytes + others_bytes
             with meter:

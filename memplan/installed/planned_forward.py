@@ -96,7 +96,7 @@ class PlannedForward:
                 self.choice.known.let_go()
                 if self._is_set_aside:
                     return self.original(*args, **kwargs)
-                with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):
+                with self.fetching(), self.passes.watching(self.plan, self.model, (args, kwargs)):
                     return self.original(*args, **kwargs)
             call = self.choice.reader.read(args, kwargs)
             with contextlib.suppress(ForwardFails):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
@@ -115,6 +116,41 @@ def test_inputs_that_no_batch_can_make_smaller_are_to_be_shorter(caplog: pytest.
     with torch.no_grad():
         model(x[None], y[None])
     assert told(caplog)[0].endswith("It would fit with shorter inputs")
+
+
+def test_the_cache_of_generate_counts() -> None:
+    """Each call has a longer cache, and is given one token."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=64, n_positions=256)
+    model, prompt = GPT2LMHeadModel(config).train(), torch.randint(64, (8, 16))
+    memplan.apply(model, {"input_ids": prompt, "labels": prompt}, "64MiB", costs="estimate")
+    meter = LiveMeter()
+    meter.register([list(model.parameters()), list(model.buffers()), prompt])
+    with meter:
+        model.eval().generate(prompt, max_new_tokens=200, min_new_tokens=200, do_sample=False, pad_token_id=0)
+    assert 0.9 * meter.peak_bytes <= passes_bytes(model) <= meter.peak_bytes
+
+
+def test_a_teacher_beside_the_model_counts_once_it_is_watched(caplog: pytest.LogCaptureFixture) -> None:
+    model, _ = planned("1.6MiB")
+    teacher, (x, y) = Head().eval().requires_grad_(False), batch(512)
+    with torch.no_grad():
+        teacher(x, y)
+    assert passes_bytes(model) == 0
+    memplan.watch(model, teacher)
+    meter = LiveMeter()
+    meter.register([list(model.parameters()), list(teacher.parameters()), x, y])
+    with torch.no_grad(), meter:
+        logits = teacher(x, y)
+    plan = memplan.plan_of(model)
+    assert plan is not None
+    of_adam_bytes = plan.problem.extra_resident_bytes
+    assert passes_bytes(model) == meter.peak_bytes + of_adam_bytes > logits.nbytes
+    assert len(told(caplog)) == 1
+    memplan.remove(model)
+    assert not teacher._forward_pre_hooks and not teacher._forward_hooks
+    with pytest.raises(ValueError, match="not planned"):
+        memplan.watch(model, teacher)
 
 
 def test_a_report_shows_the_loop() -> None:

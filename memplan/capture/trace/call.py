@@ -162,7 +162,7 @@ class OutputTemplate:
                 return _Slot(self.add(leaf, name + path))
             if private.is_symbolic(leaf):
                 return leaf
-            inner, closed = _tensors_inside(leaf, set(self._shared))
+            inner, closed = tensors_inside(leaf, set(self._shared))
             self.out_of_reach += [f"{name}{path} ({type(thing).__name__})".strip() for thing in closed]
             indices = tuple(self.add(tensor, f"{name}{path}.{number}") for number, tensor in enumerate(inner))
             return _Object(leaf, tuple(inner), indices) if inner else leaf
@@ -272,7 +272,7 @@ _NO_TENSORS_INSIDE = (
 )
 
 
-def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], list[Any]]:
+def tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], list[Any]]:
     """Tensors that an object holds, each once, and things that hold some out of reach, or may.
 
     Tensors are found through attributes, lists, tuples, sets and dicts. Out of reach are those in closures of
@@ -286,7 +286,7 @@ def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], lis
     if isinstance(thing, GeneratorType) or private.is_symbolic(thing):
         return [], [thing]
     children, are_copied = _children(thing)
-    inside = [_tensors_inside(child, seen) for child in children]
+    inside = [tensors_inside(child, seen) for child in children]
     tensors, closed = [t for found, _ in inside for t in found], [c for _, found in inside for c in found]
     return (tensors, closed) if are_copied else ([], [thing] if tensors or closed else [])
 
