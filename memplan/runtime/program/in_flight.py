@@ -133,7 +133,7 @@ class InFlight:
     - program: which ran it.
     - way: `Shards.way` when forward ran.
     - numbers: of its sizes, where they vary.
-    - decided: booleans that forward has branched on.
+    - decided: booleans that forward has branched on. They stay until then, as the plan says.
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
