@@ -211,8 +211,9 @@ def facts_without_limit(net: nn.Module, sample: Sample) -> Row:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, without the folders that files lie in on this machine."""
-    return re.sub(r"/\S*/site-packages/", "", str(error).partition("\n")[0])
+    """The first line of an error's text, without folders of this machine and without "It is made of:"."""
+    line = str(error).partition("\n")[0].removesuffix(" It is made of:")
+    return re.sub(r"/\S*/site-packages/", "", line)
 
 
 def planned_facts(plan: memplan.Plan | None) -> Row:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import memplan
+from tests.support.measured_steps import Applied, measured_steps
 from tests.support.zoo import MODELS, assert_same_bits, copied
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,6 +144,11 @@ def trained(path: Path) -> tuple[Any, list[Any]]:
 def test_a_loop_has_the_bits_of_the_unplanned_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """At the written budgets, at the floor, and half way from there to the unplanned peak: plans that recompute.
+
+    Budgets beside host memory stay as written: there, "min" is refused, and nothing has to be recomputed. At the floor
+    of the first call, others of another length, or of other parameters, have the least that they can do with.
+    """
     path = DOCS / "recipes" / f"{name}.md"
     for package in re.findall(r"^(?:from|import) (\w+)", "\n".join(blocks_of(path)), re.MULTILINE):
         pytest.importorskip(package)
@@ -151,10 +157,23 @@ def test_a_loop_has_the_bits_of_the_unplanned_one(
     plain = trained(path)
     plans = capsys.readouterr().out.count("None\n")
     monkeypatch.delenv("MEMPLAN_DISABLE")
-    planned = trained(path)
-    assert capsys.readouterr().out.count("<memplan.Plan") == plans > 0
     assert len(plain[0]) >= 3
-    assert_same_bits(plain, planned)
+
+    def planned(budgets: list[Any] | None) -> list[Applied]:
+        with measured_steps(budgets) as calls:
+            assert_same_bits(plain, trained(path))
+        assert capsys.readouterr().out.count("<memplan.Plan") == plans > 0
+        for applied in calls:
+            assert applied.over == []
+            assert any(plan.recomputed or plan.offloaded_bytes for plan in applied.plans), applied.budget
+        return calls
+
+    written = planned(None)
+    on_host = [any(plan.host_bytes for plan in applied.plans) for applied in written]
+    at_floor = planned([None if host else "min" for host in on_host])
+    half_way = [None if host else applied.half_way for host, applied in zip(on_host, at_floor, strict=True)]
+    for applied, limit_bytes in zip(planned(half_way), half_way, strict=True):
+        assert limit_bytes is None or max(plan.peak_bytes for plan in applied.plans) <= limit_bytes
 
 
 @pytest.mark.slow

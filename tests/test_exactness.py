@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import memplan
 from tests.support.architectures import ARCHITECTURES
 from tests.support.audited import Block, checkpointed, net, plainly, sample
+from tests.support.models_of_2026 import MODELS_OF_2026, repeated
 from tests.support.zoo import MODELS
 
 
@@ -119,11 +120,14 @@ def checkpoint_all(model: nn.Module, **options: Any) -> None:
         if hasattr(module, "enable_gradient_checkpointing"):  # of diffusers
             module.enable_gradient_checkpointing()
             return
-    if getattr(model, "supports_gradient_checkpointing", False):
-        model.gradient_checkpointing_enable(options)  # type: ignore[operator]
+    for module in model.modules():
+        if getattr(module, "supports_gradient_checkpointing", False):
+            module.gradient_checkpointing_enable(options)  # type: ignore[operator]
+            return
 
 
 QUICK = ("gpt2", "bert", "dit")
+WITHOUT_CHECKPOINTS = ("convnext", "rt_detr")  # transformers has none for them
 
 
 @pytest.mark.parametrize(
@@ -137,13 +141,37 @@ def test_architectures_under_gradient_checkpointing(name: str) -> None:
     checkpoint_all(model, use_reentrant=False)
     audit = memplan.audit(model, batch)
     assert audit.exact, str(audit)
-    assert any("checkpoint" in text for text in audit.switched_off) or name == "convnext"  # which has none
+    assert any("checkpoint" in text for text in audit.switched_off) or name in WITHOUT_CHECKPOINTS
     if getattr(model, "supports_gradient_checkpointing", False):
         before = torch.get_rng_state()
         model(**batch)
         draws = not torch.equal(before, torch.get_rng_state())
         checkpoint_all(model, use_reentrant=False, preserve_rng_state=False)
         assert memplan.audit(model, batch).exact is not draws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in MODELS_OF_2026 if name != "pi0"])
+@pytest.mark.filterwarnings("ignore")
+def test_models_of_2026_under_gradient_checkpointing(name: str) -> None:
+    """Of models in parts, the first part that supports it: of sam3 the text encoder, of rf_detr the backbone."""
+    model, batch = MODELS_OF_2026[name].build(0)
+    checkpoint_all(model, use_reentrant=False)
+    with repeated(name):
+        audit = memplan.audit(model, batch)
+    assert audit.exact, str(audit)
+    assert any("checkpoint" in text for text in audit.switched_off) is (name not in WITHOUT_CHECKPOINTS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_fails_under_gradient_checkpointing() -> None:
+    """PI0 of transformers switches caches off with checkpoints, and then reads a length of its cache."""
+    model, batch = MODELS_OF_2026["pi0"].build(0)
+    checkpoint_all(model, use_reentrant=False)
+    for step in (lambda: model(**batch), lambda: memplan.audit(model, batch)):
+        with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'get_seq_length'"):
+            step()
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
