@@ -58,8 +58,8 @@ _WITH_DROPOUT_P = frozenset({
 })  # fmt: skip
 
 
-# Ops whose kernels add in the order in which threads arrive, and the argument that says so where one does: all of them on
-# CUDA, those with an argument on CPUs too (20 of 20 second runs of `index_put` on two threads had other bits).
+# Ops whose kernels add in the order in which threads arrive, and the argument that says so where one does. All of them
+# do on CUDA, those with an argument on CPUs too (20 of 20 second runs of `index_put` on two threads had other bits).
 _ADDS_IN_ANY_ORDER: dict[str, str | None] = {
     "aten::index_add": None, "aten::index_add_": None, "aten::scatter_add": None, "aten::scatter_add_": None,
     "aten::scatter_reduce": None, "aten::scatter_reduce_": None, "aten::index_reduce": None,
