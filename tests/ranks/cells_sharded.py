@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -260,6 +260,36 @@ def sequence_parallel() -> Made:
     return net, ids_of(0)
 
 
+class Spread(nn.Module):
+    """Parameters spread over ranks by `distribute_tensor` alone. Forward makes DTensors of its batch."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        sizes = {"up": (64, 16), "down": (16, 64)}
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({name: torch.randn(size) / 8 for name, size in sizes.items()}) for _ in range(4)
+        )
+        for layer in self.layers:
+            for name, place in (("up", Shard(0)), ("down", Shard(1))):
+                layer[name] = nn.Parameter(distribute_tensor(layer[name], mesh, [place]))  # type: ignore[index]
+        self.scale, self.mesh = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Replicate()])), mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: Any = DTensor.from_local(nn.functional.dropout(x, 0.1), self.mesh, [Replicate()])
+        for layer in self.layers:
+            inner = nn.functional.gelu(y @ layer["up"].T)  # type: ignore[index]
+            y = y + (inner @ layer["down"].T).redistribute(placements=[Replicate()]) * self.scale  # type: ignore[index]
+        parts = DTensor.from_local(y.to_local().tanh(), self.mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        half = distribute_tensor(torch.full_like(x, 0.5), self.mesh, [Shard(0)], src_data_rank=None)
+        loss: torch.Tensor = (parts * half).square().sum().full_tensor()
+        return loss
+
+
+def distributed_tensors() -> Made:
+    torch.manual_seed(0)
+    return Spread(init_device_mesh("cpu", (2,))).train(), {"x": torch.randn(64, 16)}
+
+
 def two_dimensions() -> Made:
     """Blocks split over two ranks, and each part sharded over two."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -320,14 +350,14 @@ def compare(make: Callable[[], Made], accumulated: int = 1, **options: Any) -> s
     return None
 
 
-def peaks(make: Callable[[], Made]) -> str | None:
+def peaks(make: Callable[[], Made], accumulates: bool = False) -> str | None:
     """What is held is what was predicted."""
     found = []
     for budget in BUDGETS:
         net, batch = make()
         with plans_wait_for_gloo():
-            memplan.apply(net, batch, budget, costs="estimate")
-        found.append(unlike_predicted(net, batch))
+            memplan.apply(net, batch, budget, costs="estimate", accumulate=accumulates)
+        found.append(unlike_predicted(net, batch, accumulates))
     return "; ".join(text for text in found if text) or None
 
 
@@ -968,6 +998,7 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "divided by 3, mixed precision": (functools.partial(divided, 3.0, mp_policy=BF16), True),
     "traced twice": (traced_twice, False),
     "tensor parallel": (tensor_parallel, False),
+    "distribute_tensor": (distributed_tensors, False),
     "sequence parallel": (sequence_parallel, True),
 }
 FOUR = {
@@ -1020,6 +1051,9 @@ CELLS |= {
     "hooks between casts": Cell(hooks_between_casts),
     "tight": Cell(tight, full=True),
     "one rank fails": Cell(functools.partial(fails_on_one_rank, 1)),
+    "distribute_tensor, accumulated": Cell(functools.partial(compare, distributed_tensors, 3), full=True),
+    "peaks of distribute_tensor": Cell(functools.partial(peaks, distributed_tensors)),
+    "peaks of distribute_tensor, accumulated": Cell(functools.partial(peaks, distributed_tensors, True), full=True),
     "again and again": Cell(again_and_again, full=True),
     "first a plan": Cell(first_a_plan),
     "refusals": Cell(refusals),
