@@ -902,6 +902,14 @@ def fails_on_one_rank(breaks: int) -> str | None:
     return found or first_difference(*results, "result")
 
 
+def no_room(lacks: int) -> str | None:
+    """The budget of one rank can't be met: all raise, soon, and train on as before."""
+    plain, (net, batch) = train(*units()), units()
+    budget = 1000 if rank() == lacks else 1 << 30
+    found = refused(lambda: memplan.apply(net, batch, budget, costs="estimate"), memplan.BudgetInfeasible, "budget")
+    return found or first_difference(plain, train(net, batch), "result")
+
+
 def again_and_again() -> str | None:
     """A second plan takes the place of the first, and one that fails leaves the first."""
     plain, (net, batch) = train(*units()), units()
@@ -1004,6 +1012,7 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
 FOUR = {
     "four ranks": units,
     "run again on four ranks": run_again,
+    "reshards to groups of two": functools.partial(units, reshard_after_forward=2),
     "HSDP": replicated,
     "FSDP and tensor parallel": two_dimensions,
 }
@@ -1051,6 +1060,9 @@ CELLS |= {
     "hooks between casts": Cell(hooks_between_casts),
     "tight": Cell(tight, full=True),
     "one rank fails": Cell(functools.partial(fails_on_one_rank, 1)),
+    "the first rank fails": Cell(functools.partial(fails_on_one_rank, 0)),
+    "no room": Cell(functools.partial(no_room, 1)),
+    "no room on the first rank": Cell(functools.partial(no_room, 0)),
     "distribute_tensor, accumulated": Cell(functools.partial(compare, distributed_tensors, 3), full=True),
     "peaks of distribute_tensor": Cell(functools.partial(peaks, distributed_tensors)),
     "peaks of distribute_tensor, accumulated": Cell(functools.partial(peaks, distributed_tensors, True), full=True),
