@@ -16,6 +16,7 @@ reduced. The accountant (`simulate`) times all of them. About five minutes for e
 from __future__ import annotations
 
 import argparse
+import json
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memplan
-from benchmarks.environment import own_cache
+from benchmarks.environment import environment, own_cache
 from memplan.capture.shards import NetworkSpeed
 from memplan.problem.data import GatherSpeed, Problem
 from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="*", default=[4096, 16384])
     args = parser.parse_args()
+    print(json.dumps(environment()))
     torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     model = sharded(args.layers)
     shards = ShardedModel.of(model)

@@ -59,8 +59,9 @@ def main(path: Path, words: list[str]) -> int:
         rows |= {name: row(name, cell, found) for name, cell in table.items()}
         path.write_text(
             "# Cells of several ranks\n\n"
-            f"`python -m tests.matrix {path}`: {len(rows)} cells, torch {torch.__version__}, gloo. A cell compares a "
-            "planned run with the same run without memplan bit for bit, or checks what its name says.\n\n"
+            f"`python -m tests.matrix {path}`: {len(rows)} of {len(cells())} cells, torch {torch.__version__}, gloo. A "
+            "cell compares a planned run with the same run without memplan bit for bit, or checks what its name says."
+            f"{' Rows are of several runs: the last one was of a part of the cells.' if words else ''}\n\n"
             "| cell | ranks | found |\n|---|---|---|\n"
             + "\n".join(rows[name] for name in cells() if name in rows)
             + "\n"

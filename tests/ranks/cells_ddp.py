@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_single_autograd
+from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
+from tests.ranks import cells_sharded
 from tests.ranks.spawn import Cell
+from tests.support.architectures import ARCHITECTURES
 from tests.support.plannings import plannings
 from tests.support.zoo import copied, first_difference
 
@@ -133,6 +137,46 @@ def compare_trainers(**options: Any) -> str | None:
     return first_difference(*results, "result")
 
 
+class Contrastive(nn.Module):
+    """CLIP whose negatives are the pairs of all ranks: features of both kinds are gathered, with their gradients.
+
+    functional: by a functional collective, which is an op of the plan. The other way has no plan: PyTorch checkpoints
+    layers.
+    """
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.clip, self.functional = ARCHITECTURES["clip"].build(0)[0], functional
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> torch.Tensor:
+        found = self.clip(input_ids=input_ids, pixel_values=pixel_values)
+        texts, images = self.gathered(found.text_embeds), self.gathered(found.image_embeds)
+        scores = texts @ images.T * self.clip.logit_scale.exp()
+        pairs = torch.arange(len(scores))
+        cross_entropy = nn.functional.cross_entropy
+        return (cross_entropy(scores, pairs) + cross_entropy(scores.T, pairs)) / 2
+
+    def gathered(self, features: torch.Tensor) -> torch.Tensor:
+        if self.functional:
+            return all_gather_single_autograd(features, 0, torch.distributed.group.WORLD)
+        return torch.cat(all_gather(features))
+
+
+def compare_contrastive(functional: bool) -> str | None:
+    """Three steps under DistributedDataParallel, with weights, at three budgets."""
+    sample, runs = ARCHITECTURES["clip"].build(torch.distributed.get_rank())[1], list[Any]()
+    batch = {name: sample[name] for name in ("input_ids", "pixel_values")}
+    for budget in (None, 1.0, 0.7, "min"):
+        net = Contrastive(functional).train()
+        if budget is not None:
+            memplan.apply(net, batch, budget, costs="estimate", group=torch.distributed.group.WORLD)
+            plan = memplan.plan_of(net)
+            assert (plan is not None) == functional
+            assert plan is None or bool(plan.recomputed) == (budget != 1.0)
+        runs.append(cells_sharded.train(DistributedDataParallel(net), batch))
+    return next((d for run in runs[1:] if (d := first_difference(runs[0], run, "result"))), None)
+
+
 TRAINERS: dict[str, dict[str, Any]] = {
     "default": {},
     "no-search": {"ddp_find_unused_parameters": False, "bf16": True},
@@ -156,6 +200,12 @@ CELLS |= {
         functools.partial(compare_trainers, **options), full=True, needs=("transformers", "accelerate")
     )
     for name, options in TRAINERS.items()
+}
+CELLS |= {
+    f"CLIP, negatives gathered by {name}": Cell(
+        functools.partial(compare_contrastive, functional), full=not functional, needs=("transformers",)
+    )
+    for name, functional in (("a functional collective", True), ("torch.distributed.nn", False))
 }
 CELLS |= {
     "group: sizes of its own on each rank": Cell(functools.partial(compare_sizes, "every-step", True)),

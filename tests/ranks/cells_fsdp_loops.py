@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
+from tests.ranks.cells_agreement import rank, told_by_all
+from tests.ranks.cells_models import sharded_model
+from tests.ranks.cells_sharded import part_of, units
 from tests.ranks.spawn import Cell
 from tests.support.accelerate_state import fresh_accelerate
-from tests.support.zoo import copied, first_difference
+from tests.support.zoo import copied, first_difference, loss_of
 
 
 @contextmanager
@@ -39,7 +46,11 @@ def own_parts(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: copied(p.to_local()) for name, p in net.named_parameters()}  # type: ignore[attr-defined]
 
 
-def compare_trainers(accumulated: int = 1) -> str | None:
+BY_VERSION = {"fsdp": True, "fsdp_config": {"version": 2}}
+BY_STRATEGY = {"fsdp": "full_shard", "fsdp_config": {"fsdp_version": 2}}  # which transformers deprecates
+
+
+def compare_trainers(accumulated: int = 1, how: Mapping[str, Any] = BY_VERSION) -> str | None:
     """The Trainer, with evaluation in the middle. Micro-batches that do not reduce gradients are planned, too."""
     from memplan.integrations.huggingface import MemplanCallback
     from tests.integrations.test_integrations import TIMES, Watch, arguments, language_model, trainer_for
@@ -48,7 +59,7 @@ def compare_trainers(accumulated: int = 1) -> str | None:
     for planned in (False, True):
         with as_on_gpus(), tempfile.TemporaryDirectory() as folder:
             args = arguments(
-                Path(folder), fsdp=True, fsdp_config={"version": 2}, use_cpu=False, save_strategy="no",
+                Path(folder), **copy.deepcopy(how), use_cpu=False, save_strategy="no",
                 accelerator_config={"use_configured_state": True}, per_device_train_batch_size=4,
                 num_train_epochs=1, gradient_accumulation_steps=accumulated,
             )  # fmt: skip
@@ -98,10 +109,81 @@ def compare_accelerate(accumulated: int = 1) -> str | None:
     return first_difference(*results, "result")
 
 
+def saved_and_loaded() -> str | None:
+    """A run that torch.distributed.checkpoint saves goes on in another model, with a plan and without one."""
+    results = []
+    for before, after in ((None, None), (0.7, 0.7), (0.7, None), (None, 0.7)):
+        folder = told_by_all(tempfile.mkdtemp() if rank() == 0 else "")[0]
+        losses = list[Any]()
+        for budget in (before, after):
+            net, batch = units()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            if losses:
+                for parameter in net.parameters():
+                    parameter.data.zero_()
+                model_state, optimizer_state = get_state_dict(net, optimizer)
+                state = {"model": model_state, "optimizer": optimizer_state}
+                torch.distributed.checkpoint.load(state, checkpoint_id=folder)
+                set_state_dict(net, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+            if budget:
+                memplan.apply(net, batch, budget, costs="estimate")
+            for _ in range(3):
+                torch.manual_seed(len(losses) + rank())
+                loss = loss_of(net(**batch))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(copied(loss))
+            plan = memplan.plan_of(net)
+            assert bool(plan) == bool(budget) and (plan is None or plan.recomputed)
+            model_state, optimizer_state = get_state_dict(net, optimizer)
+            torch.distributed.checkpoint.save(
+                {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder
+            )
+        states = [copied(part_of(t)) for state in optimizer.state.values() for t in state.values()]
+        results.append((losses, own_parts(net), states))
+        torch.distributed.barrier()
+        if rank() == 0:
+            shutil.rmtree(folder)
+    return next((d for r in results[1:] if (d := first_difference(results[0], r, "result"))), None)
+
+
+def generates_between_steps() -> str | None:
+    """A planned Llama writes texts between its steps: those that it writes without a plan, and training goes on."""
+    results: list[Any] = []
+    for planned in (False, True):
+        net, batch = sharded_model("Llama", "FSDP2")
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        if planned:
+            memplan.apply(net, batch, 0.7, costs="estimate")
+        torch.manual_seed(rank())
+        found = list[Any]()
+        for _ in range(3):
+            loss = loss_of(net(**batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            net.eval()
+            for cached in (False, True):
+                start = batch["input_ids"][:, :4]
+                options = {"min_new_tokens": 5, "max_new_tokens": 5, "do_sample": True, "pad_token_id": 0}
+                found.append(copied(net.generate(start, use_cache=cached, **options)))  # type: ignore[operator]
+            net.train()
+            found.append(copied(loss))
+        assert not planned or [bool(s.plan and s.plan.recomputed) for s in planned_forward(net).steps] == [True]
+        results.append((found, own_parts(net)))
+    return first_difference(*results, "result")
+
+
 HUGGING_FACE = ("transformers", "accelerate")
 CELLS = {
     "Trainer": Cell(compare_trainers, needs=HUGGING_FACE),
     "Trainer, accumulation": Cell(functools.partial(compare_trainers, 2), full=True, needs=HUGGING_FACE),
+    "Trainer, full_shard": Cell(
+        functools.partial(compare_trainers, how=BY_STRATEGY), needs=("transformers>=5", "accelerate")
+    ),
     "Accelerate": Cell(compare_accelerate, needs=HUGGING_FACE),
     "Accelerate, accumulation": Cell(functools.partial(compare_accelerate, 2), full=True, needs=HUGGING_FACE),
+    "saved and loaded": Cell(saved_and_loaded),
+    "generates between steps": Cell(generates_between_steps, needs=("transformers",)),
 }

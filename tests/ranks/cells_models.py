@@ -34,27 +34,34 @@ DECODER = {**SIZES, "num_key_value_heads": 2, "vocab_size": 96, "use_cache": Fal
 
 
 class Names(NamedTuple):
-    """Ends of the names of a layer's modules: split by columns, by rows, over the sequence; attention, and what routes.
+    """Ends of names of a layer's modules: split by columns, by rows, over the sequence; attention; what stays whole.
 
+    - whole: takes all of the sequence, and is not split over ranks.
     - inputs: numbers of positional arguments of a layer, and of attention; 0 for a keyword.
+    - outputs: number of what a layer, or a whole module, returns.
+    - stacks: number of those that layers are in.
     """
 
     columns: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "fc1")
     rows: tuple[str, ...] = ("o_proj", "down_proj", "fc2")
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     attention: str = "self_attn"
-    routes: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
     inputs: tuple[int, int] = (1, 0)
+    outputs: int = 1
+    stacks: int = 1
 
 
 _BERT = ("query", "key", "value", "intermediate.dense")
 NAMES = {
     "Llama": Names(),
     "Qwen3, tied": Names(),
-    "Mixtral": Names(routes=("mlp",)),
+    "Mixtral": Names(whole=("mlp",)),
     "ViT": Names(norms=("layernorm_before", "layernorm_after"), attention="attention", inputs=(2, 2)),
     "BERT": Names(_BERT, ("output.dense",), ("LayerNorm",), "attention.self", inputs=(3, 1)),
-    "T5 with LoRA": Names(("wi",), ("wo",)),  # the bias of attention is one of all heads
+    "T5 with LoRA": Names(  # whole, for the bias of attention is one of all heads
+        ("wi",), ("wo",), ("layer_norm",), "", ("SelfAttention", "EncDecAttention"), (6, 1), outputs=3, stacks=2
+    ),
 }
 
 
@@ -110,19 +117,20 @@ def split(kind: str, layers: list[nn.Module], mesh: DeviceMesh, sequence: bool =
         plan: dict[str, Any] = {name: ColwiseParallel() for name in ending_in(layer, names.columns)}
         plan |= {n: RowwiseParallel(output_layouts=part if sequence else whole) for n in ending_in(layer, names.rows)}
         if sequence:
-            first = ending_in(layer, ("gate_proj", "up_proj", "fc1", "intermediate.dense"))
+            first = ending_in(layer, ("gate_proj", "up_proj", "fc1", "intermediate.dense", "wi"))
             plan |= {name: ColwiseParallel(input_layouts=part) for name in first}
             local = kind == "BERT"  # norms come after sums, whose other terms are local
             plan |= {name: SequenceParallel(use_local_output=local) for name in ending_in(layer, names.norms)}
-            plan[names.attention] = passed(names.inputs[1], part, whole)
+            if names.attention:
+                plan[names.attention] = passed(names.inputs[1], part, whole)
         parallelize_module(layer, mesh, plan)
-        for name in names.routes if sequence else ():
-            routes = layer.get_submodule(name)
-            for style in (passed(1, part, whole), returned(whole, part)):
-                parallelize_module(routes, mesh, style)
-    if sequence:
-        parallelize_module(layers[0], mesh, passed(names.inputs[0], whole, part))
-        parallelize_module(layers[-1], mesh, returned(part, whole))
+        for name in ending_in(layer, names.whole) if sequence else ():
+            for style in (passed(1, part, whole), returned(names.outputs, whole, part)):
+                parallelize_module(layer.get_submodule(name), mesh, style)
+    size = len(layers) // names.stacks
+    for first_layer, last_layer in zip(layers[::size], layers[size - 1 :: size], strict=True) if sequence else ():
+        parallelize_module(first_layer, mesh, passed(names.inputs[0], whole, part))
+        parallelize_module(last_layer, mesh, returned(names.outputs, part, whole))
 
 
 def passed(count: int, before: Placement, after: Placement) -> PrepareModuleInput:
@@ -137,8 +145,10 @@ def passed(count: int, before: Placement, after: Placement) -> PrepareModuleInpu
     )
 
 
-def returned(before: Placement, after: Placement) -> PrepareModuleOutput:
-    return PrepareModuleOutput(output_layouts=before, desired_output_layouts=after)
+def returned(count: int, before: Placement, after: Placement) -> PrepareModuleOutput:
+    """Changes how hidden states are split that a module returns, the first of `count` results."""
+    others = (None,) * (count - 1)
+    return PrepareModuleOutput(output_layouts=(before, *others), desired_output_layouts=(after, *others))
 
 
 def sharded_model(kind: str, way: str) -> Made:
@@ -155,15 +165,15 @@ def sharded_model(kind: str, way: str) -> Made:
     net, layers, batch = made(kind, rank())
     if way == "HSDP":
         return sharded(net, layers, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))), batch
-    return sharded(net, layers, **({"mp_policy": BF16} if way == "FSDP2, bf16" else {})), batch
+    return sharded(net, layers, **({"mp_policy": BF16} if "bf16" in way else {})), batch
 
 
 def as_without_plan(kind: str, way: str) -> str | None:
     """Training of one and of three micro-batches gives what it gives without plans, in predicted peaks."""
     wrong = []  # of this rank alone it may be, so all go on
-    for accumulated, budgets in ((1, (1.0, "min")), (3, ("min", "half way"))):
+    for accumulated in (1, 3):
         plain, half_bytes = train(*sharded_model(kind, way), accumulated), 0
-        for budget in budgets:
+        for budget in (1.0, "min", "half way"):
             net, batch = sharded_model(kind, way)
             limit = half_bytes if budget == "half way" else budget
             with plans_wait_for_gloo():
@@ -178,10 +188,18 @@ def as_without_plan(kind: str, way: str) -> str | None:
     return "; ".join(wrong) or None
 
 
-WAYS = {"FSDP2": 2, "FSDP2, bf16": 2, "HSDP": 4, "TP": 2, "FSDP2 x TP": 4, "sequence parallel": 2}
+WAYS = {
+    "FSDP2": 2,
+    "FSDP2, bf16": 2,
+    "FSDP2 on four ranks": 4,
+    "FSDP2, bf16, on four ranks": 4,
+    "HSDP": 4,
+    "TP": 2,
+    "FSDP2 x TP": 4,
+    "sequence parallel": 2,
+}
 CELLS = {
     f"{kind}, {way}": Cell(functools.partial(as_without_plan, kind, way), world, True, ("transformers", "peft"))
     for kind in NAMES
     for way, world in WAYS.items()
-    if way != "sequence parallel" or kind != "T5 with LoRA"
 }

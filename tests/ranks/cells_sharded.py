@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -260,6 +260,36 @@ def sequence_parallel() -> Made:
     return net, ids_of(0)
 
 
+class Spread(nn.Module):
+    """Parameters spread over ranks by `distribute_tensor` alone. Forward makes DTensors of its batch."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        sizes = {"up": (64, 16), "down": (16, 64)}
+        self.layers = nn.ModuleList(
+            nn.ParameterDict({name: torch.randn(size) / 8 for name, size in sizes.items()}) for _ in range(4)
+        )
+        for layer in self.layers:
+            for name, place in (("up", Shard(0)), ("down", Shard(1))):
+                layer[name] = nn.Parameter(distribute_tensor(layer[name], mesh, [place]))  # type: ignore[index]
+        self.scale, self.mesh = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Replicate()])), mesh
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: Any = DTensor.from_local(nn.functional.dropout(x, 0.1), self.mesh, [Replicate()])
+        for layer in self.layers:
+            inner = nn.functional.gelu(y @ layer["up"].T)  # type: ignore[index]
+            y = y + (inner @ layer["down"].T).redistribute(placements=[Replicate()]) * self.scale  # type: ignore[index]
+        parts = DTensor.from_local(y.to_local().tanh(), self.mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        half = distribute_tensor(torch.full_like(x, 0.5), self.mesh, [Shard(0)], src_data_rank=None)
+        loss: torch.Tensor = (parts * half).square().sum().full_tensor()
+        return loss
+
+
+def distributed_tensors() -> Made:
+    torch.manual_seed(0)
+    return Spread(init_device_mesh("cpu", (2,))).train(), {"x": torch.randn(64, 16)}
+
+
 def two_dimensions() -> Made:
     """Blocks split over two ranks, and each part sharded over two."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -320,14 +350,14 @@ def compare(make: Callable[[], Made], accumulated: int = 1, **options: Any) -> s
     return None
 
 
-def peaks(make: Callable[[], Made]) -> str | None:
+def peaks(make: Callable[[], Made], accumulates: bool = False) -> str | None:
     """What is held is what was predicted."""
     found = []
     for budget in BUDGETS:
         net, batch = make()
         with plans_wait_for_gloo():
-            memplan.apply(net, batch, budget, costs="estimate")
-        found.append(unlike_predicted(net, batch))
+            memplan.apply(net, batch, budget, costs="estimate", accumulate=accumulates)
+        found.append(unlike_predicted(net, batch, accumulates))
     return "; ".join(text for text in found if text) or None
 
 
@@ -340,13 +370,12 @@ def unlike_predicted(net: nn.Module, batch: dict[str, Any], accumulates: bool = 
 
 
 def unlike(held_bytes: int, net: nn.Module) -> str | None:
-    """How bytes that a step holds are not those that its plan predicts."""
+    """How bytes of tensors that a step holds are not those that its plan predicts, and up to `slack_bytes()` more."""
     plan = memplan.plan_of(net)
     assert isinstance(plan, memplan.Plan)
-    drawn_bytes = plan.problem.graph.rng_state_bytes * len(plan.problem.graph.ops)  # which the meter does not see
-    if plan.peak_bytes - drawn_bytes <= held_bytes <= plan.peak_bytes + slack_bytes():
+    if plan.live_peak_bytes <= held_bytes <= plan.live_peak_bytes + slack_bytes():
         return None
-    return f"{held_bytes} bytes are held, {plan.peak_bytes} predicted"
+    return f"{held_bytes} bytes are held, {plan.live_peak_bytes} predicted"
 
 
 def held_in_step(net: nn.Module, batch: dict[str, Any], meter: LiveMeter | None = None) -> int:
@@ -371,9 +400,9 @@ def tight(runs: int = 40) -> str | None:
             memplan.apply(net, batch, budget)
         held_bytes = held_in_step(net, batch)
         net.zero_grad()
-        difference = first_difference(plain, train(net, batch), f"run {run}")
+        difference = unlike(held_bytes, net) or first_difference(plain, train(net, batch), "result")
         if difference or held_bytes > budget + slack_bytes():
-            found.append(difference or f"run {run}: {held_bytes} bytes are held of {budget}")
+            found.append(f"run {run}: {difference or f'{held_bytes} bytes are held of {budget}'}")
     return "; ".join(found) or None
 
 
@@ -681,7 +710,7 @@ def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str = "") -> 
     plain, floor_bytes, found = train(*make(), accumulated), 0, []
     for seed, budget in enumerate((1.0, 0.6, None)):
         net, batch = make()
-        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], foreach=False)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.0, foreach=False)
         with plans_wait_for_gloo():
             memplan.apply(
                 net, batch, budget or int(1.02 * floor_bytes), costs="estimate", optimizer=optimizer,
@@ -699,6 +728,10 @@ def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str = "") -> 
             streams = CountingStreams(seed or None)
             planned.steps[0].runner.store.transfers._streams = streams
             meter = DeviceMeter(streams, storage_bytes(map(part_of, parts.values())))
+            loss_of(net(**batch)).backward()
+            optimizer.step()
+            net.zero_grad()
+            meter.register([state for p, state in optimizer.state.items() if all(p is not q for q in parts.values())])
             held_in_step(net, batch, meter)
             found.append(unlike(meter.device_peak_bytes, net))
             net.zero_grad()
@@ -869,6 +902,14 @@ def fails_on_one_rank(breaks: int) -> str | None:
     return found or first_difference(*results, "result")
 
 
+def no_room(lacks: int) -> str | None:
+    """The budget of one rank can't be met: all raise, soon, and train on as before."""
+    plain, (net, batch) = train(*units()), units()
+    budget = 1000 if rank() == lacks else 1 << 30
+    found = refused(lambda: memplan.apply(net, batch, budget, costs="estimate"), memplan.BudgetInfeasible, "budget")
+    return found or first_difference(plain, train(net, batch), "result")
+
+
 def again_and_again() -> str | None:
     """A second plan takes the place of the first, and one that fails leaves the first."""
     plain, (net, batch) = train(*units()), units()
@@ -965,11 +1006,13 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "divided by 3, mixed precision": (functools.partial(divided, 3.0, mp_policy=BF16), True),
     "traced twice": (traced_twice, False),
     "tensor parallel": (tensor_parallel, False),
+    "distribute_tensor": (distributed_tensors, False),
     "sequence parallel": (sequence_parallel, True),
 }
 FOUR = {
     "four ranks": units,
     "run again on four ranks": run_again,
+    "reshards to groups of two": functools.partial(units, reshard_after_forward=2),
     "HSDP": replicated,
     "FSDP and tensor parallel": two_dimensions,
 }
@@ -1017,6 +1060,12 @@ CELLS |= {
     "hooks between casts": Cell(hooks_between_casts),
     "tight": Cell(tight, full=True),
     "one rank fails": Cell(functools.partial(fails_on_one_rank, 1)),
+    "the first rank fails": Cell(functools.partial(fails_on_one_rank, 0)),
+    "no room": Cell(functools.partial(no_room, 1)),
+    "no room on the first rank": Cell(functools.partial(no_room, 0)),
+    "distribute_tensor, accumulated": Cell(functools.partial(compare, distributed_tensors, 3), full=True),
+    "peaks of distribute_tensor": Cell(functools.partial(peaks, distributed_tensors)),
+    "peaks of distribute_tensor, accumulated": Cell(functools.partial(peaks, distributed_tensors, True), full=True),
     "again and again": Cell(again_and_again, full=True),
     "first a plan": Cell(first_a_plan),
     "refusals": Cell(refusals),
