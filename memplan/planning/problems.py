@@ -178,7 +178,7 @@ class Problems:
 
         Seconds of an op go with the bytes of its operands and results.
         """
-        traced, planned, limit = captured.traced, plan.problem, self._limits.budget_bytes
+        traced, planned = captured.traced, plan.problem
         if traced.sizes is None:
             return None
 
@@ -196,7 +196,7 @@ class Problems:
                 tuple(math.ceil(n * growth) for n in planned.costs.scratch_bytes),
                 planned.costs.source,
             )
-            return dataclasses.replace(planned, graph=graph, costs=costs, budget_bytes=limit)
+            return dataclasses.replace(planned, graph=graph, costs=costs, budget_bytes=self._limits.budget_bytes)
 
         return SizedPlan(plan, traced.sizes, problem_at)
 
