@@ -55,7 +55,7 @@ def watch(model: nn.Module, beside: nn.Module) -> None:
 
         memplan.watch(student, teacher)
 
-    On a CPU its parameters and buffers count in all of them; on CUDA all that is on the device counts anyway.
+    On a CPU the module's parameters and buffers count in each measured call; on CUDA all that is on the device counts.
     `remove` ends it. Raises ValueError where the model has no plan.
     """
     refuse_no_module(beside)
