@@ -46,10 +46,14 @@ def seeded_steps(net: nn.Module, sample: Sample) -> dict[str, Any]:
 
 
 def predicted_bytes(planned: nn.Module) -> int:
-    """The activation peak of a planned model's step without kernel scratch, as its plan says."""
+    """The activation peak of a planned model's step without kernel scratch, as its plan says.
+
+    Constants, which forward makes anew without a plan and a plan keeps, count as activations.
+    """
     plan = memplan.plan_of(planned)
     assert plan is not None
-    return plan.live_peak_bytes - plan.problem.resident_bytes
+    constant_bytes = sum(v.size_bytes for v in plan.problem.graph.values if v.role == "constant")
+    return plan.live_peak_bytes - plan.problem.resident_bytes + constant_bytes
 
 
 def test_there_are_many_families() -> None:
