@@ -99,7 +99,7 @@ def apply(
         and parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model,
         on the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever (make the optimizer with `fused=True`:
         the CPU takes much less time for that). It is for all forwards in flight, each of which has host memory of its
-        own. Of a model that went through `fully_shard`, `CPUOffloadPolicy` says which parameters live there. None:
+        own. Of a model that went through `fully_shard`, units with a `CPUOffloadPolicy` decide instead. None:
         nothing is offloaded.
     - link: speed of the connection to host memory, where it should not be measured.
     - update: "backward" updates each parameter with the optimizer as soon as its gradient arrives and frees the

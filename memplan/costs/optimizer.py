@@ -55,10 +55,11 @@ def optimizer_memory(
             group["params"] = here
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
         there = tuple((-1 - i, n) for i, n in enumerate(_state_sizes(twin, device)))  # if it has stepped before
+        before_bytes = _state_bytes(twin, device)  # wherever it is now: it moves with its parameters before a step
         meter = _step(twin, device)
         state_bytes = _state_bytes(twin, device)
-        grown = state_bytes - _state_bytes(optimizer, device, {id(p) for p in without})
-        return OptimizerMemory(state_bytes, max(0, meter.peak_bytes - grown), (*there, *meter.requests))
+        step_bytes = max(0, meter.peak_bytes - (state_bytes - before_bytes))
+        return OptimizerMemory(state_bytes, step_bytes, (*there, *meter.requests))
 
 
 def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
@@ -236,13 +237,12 @@ def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return twin
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, left_out: Collection[int] = ()) -> int:
-    return sum(_state_sizes(optimizer, device, left_out))
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    return sum(_state_sizes(optimizer, device))
 
 
-def _state_sizes(optimizer: torch.optim.Optimizer, device: torch.device, left_out: Collection[int] = ()) -> list[int]:
-    states = [s for p, s in optimizer.state.items() if id(p) not in left_out]
-    tensors = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
+def _state_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> list[int]:
+    tensors = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
     storages = {storage_key(t): t for t in tensors if t.device.type == device.type}
     return [allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values()]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from memplan.capture.capture import Capture
 from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_memory
-from memplan.errors import BudgetInfeasible, MemplanError, Refused, or_raise
+from memplan.errors import MemplanError, Refused, or_raise
 from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -19,7 +20,7 @@ from memplan.planning.settings import Settings
 from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
 from memplan.plans.uneven import kind_of, sizes_of, widest
-from memplan.problem.data import Problem
+from memplan.problem.data import Graph, Problem
 from memplan.problem.simulate import simulate
 from memplan.runtime.program.step import ServingStep
 from memplan.runtime.ranks.agreement import Share
@@ -78,18 +79,19 @@ class GroupPlans:
         limits, uneven = self._limits, False
         known_limit = limits.known_bytes
         kept_limit = None if self._settings.on_infeasible == "min" else known_limit  # else the plan may raise it
-        own = functools.cache(problem)
+        own = functools.cache(lambda host: problem())  # of the step with these parameters on the host
+        host = self._placement.host
 
         def figures() -> Any:
             nonlocal uneven
             uneven = True
-            return {**sizes_of(own()), "limit_bytes": kept_limit}
+            return {**sizes_of(own(host)), "limit_bytes": kept_limit}
 
         def make(of_all: Sequence[Any]) -> bytes:
             if of_all:
                 log.info("batches of %d ranks differ in size; one schedule serves them", len(of_all))
-                return plan_to_bytes(self._for_uneven(own(), of_all, known))
-            return plan_to_bytes(or_raise(self._in_order(own(), known)))
+                return plan_to_bytes(self._for_uneven(captured, own(host), of_all, known))
+            return plan_to_bytes(or_raise(self._in_order(captured, own(host), known)))
 
         host_budget = self._placement.host_budget
         kind = (
@@ -102,7 +104,7 @@ class GroupPlans:
         if _need(largest) > _need(plan):
             limits.reset(known_limit)
             self.take_over(largest)
-            found = self._without_search.with_schedule(own(), largest, limits.budget_bytes or 0)
+            found = self._without_search.with_schedule(own(self._placement.host), largest, limits.budget_bytes or 0)
             if found is not None:
                 return found
             log.warning("this rank's batch takes other ops, and can't run in the order of other ranks'")
@@ -110,16 +112,18 @@ class GroupPlans:
         self.take_over(plan)
         if not uneven:
             return plan
-        found = self._without_search.with_schedule(own(), plan, limits.budget_bytes or 0)
+        found = self._without_search.with_schedule(own(self._placement.host), plan, limits.budget_bytes or 0)
         if found is None:  # no step peaks above the widest, but copies lie on the host in another way
             raise MemplanError("what the schedule for all ranks offloads does not fit the host budget. Raise it")
-        return found
+        if plan.floor_bytes >= found.floor_bytes:
+            return found
+        return dataclasses.replace(found, floor_bytes=plan.floor_bytes, floor_time_s=plan.floor_time_s)
 
-    def _in_order(self, problem: Problem, known: Sequence[ServingStep]) -> Plan | BudgetInfeasible:
+    def _in_order(self, captured: Capture, problem: Problem, known: Sequence[ServingStep]) -> Plan | Refused:
         """A plan, with the schedule of a known step if that serves."""
-        return self._without_search.in_known_order(problem, known) or self._plans.with_gathers(problem)
+        return self._without_search.in_known_order(problem, known) or self._plans.with_gathers(captured, problem)
 
-    def _for_uneven(self, own: Problem, of_all: Sequence[Any], known: Sequence[ServingStep]) -> Plan:
+    def _for_uneven(self, captured: Capture, own: Problem, of_all: Sequence[Any], known: Sequence[ServingStep]) -> Plan:
         """The plan that takes the least time on the slowest rank, of those that fit all ranks' budgets.
 
         One for the largest batch within the lowest budget fits them all. If no rank has both, those of the rank with
@@ -128,15 +132,15 @@ class GroupPlans:
         of_all: figures of each rank.
         """
         limits = [figures["limit_bytes"] for figures in of_all]
-        before, plans = self._limits.budget_bytes, [self._in_order(widest(own, of_all), known)]
+        before, plans = self._limits.budget_bytes, [self._in_order(captured, widest(own, of_all), known)]
         ranks = [] if None in limits else [(widest(own, [f]), limit) for f, limit in zip(of_all, limits, strict=True)]
         largest = max(ranks, key=lambda rank: rank[0].baseline_time_s, default=None)
         lowest = min(ranks, key=lambda rank: rank[1], default=None)
         if largest is not None and lowest is not None and largest[1] > lowest[1]:
             for problem, limit in (largest, lowest):
                 self._limits.reset(limit)
-                plan = self._plans.with_gathers(problem)
-                if isinstance(plan, BudgetInfeasible) or all(self._serves(plan, *rank) for rank in ranks):
+                plan = self._plans.with_gathers(captured, problem)
+                if not isinstance(plan, Plan) or all(self._serves(plan, *rank) for rank in ranks):
                     plans.append(plan)
             self._limits.reset(before)
         found = [plan for plan in plans if isinstance(plan, Plan)]
@@ -160,8 +164,8 @@ class GroupPlans:
         settings, device = self._settings, captured.traced.device
         needs = None if settings.optimizer is None else optimizer_memory(settings.optimizer, device)[:2]
         return (
-            captured.traced.graph, device_name(device), needs, self._limits.accumulate, settings.grads, settings.costs,
-            settings.search, self._placement.host_budget, self._placement.known_link, settings.update,
+            _of_any_rank(captured.traced.graph), device_name(device), needs, self._limits.accumulate, settings.grads,
+            settings.costs, settings.search, self._placement.host_budget, self._placement.known_link, settings.update,
             settings.in_flight, settings.surroundings, settings.keep_frozen, settings.arena,
         )  # fmt: skip
 
@@ -169,6 +173,16 @@ class GroupPlans:
 def _need(plan: Plan) -> tuple[int, str]:
     """A key to sort steps by size, with something that tells equally large ones apart."""
     return plan.baseline_peak_bytes, _digest(kind_of(plan.problem.graph))
+
+
+def _of_any_rank(graph: Graph) -> Graph:
+    """The graph, with keys of collectives that do not name this rank's process groups, but count them."""
+    counts = dict[str, str]()
+    ops = (
+        dataclasses.replace(op, key=counts.setdefault(op.key, f"{op.kind} {len(counts)}")) if op.is_collective else op
+        for op in graph.ops
+    )
+    return dataclasses.replace(graph, ops=tuple(ops))
 
 
 def _digest(facts: object) -> str:

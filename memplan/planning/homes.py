@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import allocated_bytes
 from memplan.capture.shards import Shard
 from memplan.errors import UnsupportedModel
-from memplan.problem.data import Value
+from memplan.problem.data import Graph, Value
 
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """A parameter that may live on the host.
+    """A parameter that may live on the host, or several that have their gradients in one value, and move together.
 
-    - value, gradient: their indices in the graph; gradient is None where there is none.
-    - names: those that the model knows it by, first the one by which the step looks it up.
+    - values, gradient: their indices in the graph; gradient is None where there is none.
+    - names: those that the model knows them by; of one parameter, first the one by which the step looks it up.
     - used: the step reads it.
     """
 
-    value: int
+    values: tuple[int, ...]
     names: tuple[str, ...]
     gradient: int | None
     size_bytes: int
@@ -47,7 +47,7 @@ def movables(traced: Traced, together: Collection[str] = ()) -> tuple[Movable, .
         gradient_of |= dict.fromkeys(parameters, gradient.value)
         if len(parameters) < len(gradient.nodes) or (len(parameters) > 1 and not set(parameters) <= set(together)):
             shared.add(gradient.value)
-    found = []
+    found: dict[int, Movable] = {}  # by gradient, or by value where there is none
     used = dict.fromkeys(v for op in graph.ops for v in op.inputs)
     for v in dict.fromkeys((*used, *range(len(graph.values)))):
         value = graph.values[v]
@@ -60,8 +60,19 @@ def movables(traced: Traced, together: Collection[str] = ()) -> tuple[Movable, .
         whole = all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes for t in tensors)
         if len(names) > 1 or not whole or gradients & (shared | outputs):
             continue
-        found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes, v in used))
-    return tuple(found)
+        movable = Movable((v,), names, next(iter(gradients), None), value.size_bytes, v in used)
+        key = v if movable.gradient is None else movable.gradient
+        found[key] = movable if key not in found else _together(found[key], movable)
+    named = {name for movable in found.values() for name in movable.names}
+    stuck = {gradient for name, gradient in gradient_of.items() if name not in named}
+    return tuple(movable for movable in found.values() if movable.gradient not in stuck)
+
+
+def _together(one: Movable, other: Movable) -> Movable:
+    return Movable(
+        one.values + other.values, one.names + other.names, one.gradient, one.size_bytes + other.size_bytes,
+        one.used or other.used,
+    )  # fmt: skip
 
 
 def all_names(movables: Sequence[Movable]) -> frozenset[str]:
@@ -74,16 +85,24 @@ def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] =
 
     lasting: names of parameters to which nothing writes between steps.
     """
-    values: list[Value] = list(traced.graph.values)
-    for movable in movables(traced, host):
+    return dataclasses.replace(traced, graph=graph_with_homes(traced.graph, movables(traced, host), host, lasting))
+
+
+def graph_with_homes(
+    graph: Graph, movables: Iterable[Movable], host: Collection[str], lasting: Collection[str]
+) -> Graph:
+    """The graph with those of the movable parameters that have one of these names, and their gradients, on the host."""
+    values: list[Value] = list(graph.values)
+    for movable in movables:
         if not any(name in host for name in movable.names):
             continue
         lasts = movable.gradient is None and all(name in lasting for name in movable.names)
-        values[movable.value] = dataclasses.replace(values[movable.value], home="host", lasting=lasts)
+        for value in movable.values:
+            values[value] = dataclasses.replace(values[value], home="host", lasting=lasts)
         if movable.gradient is not None:
             gradient = values[movable.gradient]
             values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False, update_bytes=0)
-    return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))
+    return dataclasses.replace(graph, values=tuple(values))
 
 
 def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:

@@ -17,7 +17,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.budgets import limit_bytes
 from memplan.problem.data import Link
 from memplan.runtime.host.arena import StepArena
-from memplan.runtime.host.place import materialise, place
+from memplan.runtime.host.place import bring_states, materialise, place
 from memplan.runtime.host.streams import measure_link
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
@@ -41,18 +41,19 @@ class Placement:
         self._model, self._settings = model, settings
         self.host_budget = settings.most_on_host
         self._sharded = settings.shards if isinstance(settings.shards, ShardedModel) else None
-        self._stay = settings.surroundings.keeps_parameters or self._sharded is not None
+        self._stay = settings.surroundings.keeps_parameters or (settings.shards is not None and self._sharded is None)
         self.host: frozenset[str] | None = None
         self.device = settings.target_device
+        by_policy = frozenset[str]()
+        if self._sharded is not None:
+            self.device = self.device or self._sharded.device
+            if self.host_budget is not None or (self.device is not None and self.device.type != "cpu"):
+                by_policy = self._sharded.on_host
+            self._stay = self._stay or bool(by_policy) or not self._sharded.movable
         if self.host_budget is not None and self._stay:
-            self.host = frozenset() if self._sharded is None else self._sharded.on_host
-            if self._sharded is not None and self.host:
-                self.device = self.device or self._sharded.device
-        elif self._sharded is not None and self._sharded.device is not None and self._sharded.device.type != "cpu":
-            if self._sharded.on_host:
-                raise UnsupportedModel(
-                    "CPUOffloadPolicy has parameters on the host; give host_budget=, which counts them"
-                )
+            self.host = by_policy
+        elif by_policy:
+            raise UnsupportedModel("CPUOffloadPolicy has parameters on the host; give host_budget=, which counts them")
         self.gathers = None if settings.shards is None else Gathers(settings.shards)
         self.updates: UpdatesInBackward | None = None
         self._counted: dict[str, nn.Parameter] | None = None
@@ -86,8 +87,8 @@ class Placement:
         """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""
         if plan.problem.link is None:
             return
-        if self._settings.shards is None:
-            self.host = frozenset(v.name for v in plan.problem.graph.values if v.fetched)
+        if not self._stay:
+            self.decide(frozenset(v.name for v in plan.problem.graph.values if v.fetched))
         self.known_link = self.known_link or plan.problem.link
         if self.host_budget is None:  # plans for other calls may copy as much
             self.host_budget = plan.host_bytes
@@ -102,6 +103,9 @@ class Placement:
         """Parameters that may live on the host."""
         if not self.is_to_be_decided:
             return ()
+        if self._sharded is not None:
+            free = self._sharded.movable
+            return tuple(m for m in movables(traced, free) if free.issuperset(m.names))
         odd = {name for name, p in self._model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
         return tuple(m for m in movables(traced) if odd.isdisjoint(m.names))
 
@@ -134,7 +138,7 @@ class Placement:
         These are parameters that live on the host. Before a plan has decided that, they are all parameters and buffers
         that are elsewhere.
         """
-        if self.host is None and self.device is not None and self.is_to_be_decided:
+        if self.host is None and self.device is not None and (self.is_to_be_decided or self._sharded is not None):
             everything = (*self._model.parameters(), *self._model.buffers())
             return [t for t in everything if t.device.type != self.device.type]
         return [p for name, p in self._model.named_parameters() if name in self.brought]
@@ -155,8 +159,9 @@ class Placement:
         changed = captured.changed(homed)
         if self._sharded is not None and (stuck := sorted(host - all_names(movables(captured.traced, host)))):
             raise UnsupportedModel(
-                f"CPUOffloadPolicy has {stuck[0]} on the host, and the step writes to it, returns it, or gives it a "
-                "gradient that it shares with what is on the device. Leave the policy out for its unit"
+                f"the part of {stuck[0]} is on the host, and the step writes to it, returns it, or gives it a "
+                "gradient that it shares with what is on the device. Leave CPUOffloadPolicy out for its unit, or apply "
+                "memplan with this call as the sample"
             )
         return changed
 
@@ -180,6 +185,11 @@ class Placement:
         if self.host is not None and self._sharded is None:
             self.device = captured.traced.device
             place(self._model, self.host, self.device, settings.optimizer)
+            captured.key.moved()
+        elif self._sharded is not None and not self._stay:
+            self._sharded.settle(self.host or ())
+            if settings.optimizer is not None:
+                bring_states(settings.optimizer, set(self._model.parameters()))
             captured.key.moved()
 
     def serve(self, step: PlannedStep) -> None:

@@ -15,12 +15,19 @@ from memplan.costs.optimizer import fused_host_update_s_per_byte
 from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.choosing import fastest_reserved, infeasible, no_room, plan_of_front, plan_of_residency
-from memplan.planning.homes import all_names
+from memplan.planning.homes import Movable, all_names
 from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
-from memplan.planning.residency import Residency, choose_homes, least_peak_bytes, least_resident_bytes
+from memplan.planning.residency import (
+    ProblemOf,
+    Residency,
+    choose_homes,
+    is_fastest,
+    least_peak_bytes,
+    least_resident_bytes,
+)
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
@@ -50,7 +57,10 @@ class PlanSearch:
         With a host budget it may offload values, and may have parameters live on the host.
         """
         if self._settings.shards is not None:
-            return self.with_gathers(self._problems.with_shards(captured))
+            plan = self.with_gathers(captured, self._problems.with_shards(captured))
+            if isinstance(plan, Plan):
+                self._placement.take_over(plan)
+            return plan
         problem, placement = self._problems.problem(captured), self._placement
         if placement.host_budget is None:
             return self._within(problem, self._front(problem))
@@ -143,22 +153,48 @@ class PlanSearch:
                 found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
         return tuple(found)
 
-    def with_gathers(self, problem: Problem) -> Plan | BudgetInfeasible:
-        """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
-        searched = problem.without_network if hides(problem) else problem
-        front = self._front(searched)  # of the step without what is gathered
+    def with_gathers(self, captured: Capture, problem: Problem) -> Plan | Refused:
+        """A plan for a step with sharded parameters, which gathers them to be read.
+
+        With a host budget it may offload values. The parts that ranks have of parameters of `fully_shard` may live on
+        the host.
+
+        problem: of the step, or of one that differs from it in sizes alone.
+        """
+        parts: tuple[Movable, ...] = ()
+        problem_of: ProblemOf = lambda _: problem  # noqa: E731
+        if self._placement.is_to_be_decided:
+            by_homes = self._problems.by_homes(captured, problem)
+            if isinstance(by_homes, UnsupportedModel):
+                return by_homes
+            parts, problem_of = by_homes
+        host_limit, everything, host = self._placement.host_limit, all_names(parts), self._placement.host
+        alone = self._without_gathered(problem)
+        front = self._without_gathered(problem_of(everything)) if parts else alone
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
-        host_limit = self._placement.host_limit
-        nowhere = frozenset[str]()  # no parameter moves to the host
-        least = least_peak_bytes(nowhere, front, lambda _: problem)
-        limit = self._limits.fix_budget(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
-        search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
+        least = least_peak_bytes(everything, front, problem_of)
+        limit = self._limits.fix_budget(alone.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
+
+        def search(limit_bytes: int) -> Residency | None:
+            """The fastest step within the limit. No parts move where that makes no step faster."""
+            found = choose_homes((), alone, None, problem_of, host_limit, host or frozenset(), limit_bytes)
+            if not parts or (found is not None and (host or is_fastest(found))):
+                return found
+            moving = choose_homes(parts, front, None, problem_of, host_limit, host or None, limit_bytes)
+            both = [choice for choice in (found, moving) if choice is not None]
+            return min(both, key=lambda choice: choice.found.timeline.time_s, default=None)
+
         within = self._limits.less_margin(limit)
         chosen = search(within) or search(limit)
         if chosen is None:
             return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         chosen = self._reserving(within, chosen, search)
-        return self._telling_of_reserved(plan_of_residency(chosen, (front,), limit, least), within)
+        plan = plan_of_residency(chosen, tuple(dict.fromkeys((front, alone))), limit, least)
+        return self._telling_of_reserved(plan, within)
+
+    def _without_gathered(self, problem: Problem) -> Front:
+        """The best schedules of a step that gathers parameters, without what it gathers."""
+        return self._front(problem.without_network if hides(problem) else problem)
 
     def _reserving(self, limit_bytes: int, chosen: Residency, search: Callable[[int], Residency | None]) -> Residency:
         """A choice for which PyTorch's CUDA allocator reserves no more than the limit.

@@ -274,7 +274,8 @@ class Planner:
     def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
         if self.settings.shards is not None:
-            return self._group.for_all(captured, known, share, lambda: self._problems.with_shards(captured)), False
+            problem = lambda: self._problems.with_shards(self.placement.homed(captured))  # noqa: E731
+            return self._group.for_all(captured, known, share, problem), False
 
         def soon() -> tuple[Plan | Refused, bool]:
             plan = self._without_search.hurried(captured, known) if known else None

@@ -22,7 +22,7 @@ from memplan.costs.libraries import workspaces
 from memplan.costs.measure import measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
 from memplan.errors import UnsupportedModel
-from memplan.planning.homes import Movable, all_names, with_homes
+from memplan.planning.homes import Movable, all_names, graph_with_homes, with_homes
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
@@ -74,6 +74,7 @@ class Problems:
         later_bytes = around.buffers.later_outputs * output_bytes + around.after_bytes  # once nothing is in flight
         values = problem.graph.values
         held_bytes += self._beyond_views(traced.device)
+        held_bytes += 0 if settings.shards is None else settings.shards.resident_bytes
         if self._limits.keeps_written:
             taken = {value.reuses for value in values}
             held_bytes += in_flight * sum(
@@ -107,7 +108,6 @@ class Problems:
         return dataclasses.replace(
             problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
             link=self._placement.link(captured.traced.device) if offloads else None,
-            extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
             extra_host_bytes=self._host_state_bytes(self._placement.host or frozenset()),
             host_update_s_per_byte=self._update_s_per_byte() if self._placement.host else 0.0,
         )  # fmt: skip
@@ -149,12 +149,16 @@ class Problems:
             )
         lasting = placement.lasting()
 
+        own = self.problem(captured) if self._settings.shards is not None else problem
+        more_bytes = problem.extra_resident_bytes - own.extra_resident_bytes  # on another rank, if it has larger parts
+
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
-            graph, on_host = with_homes(captured.traced, names, lasting).graph, self._host_state_bytes(names)
+            graph, on_host = graph_with_homes(problem.graph, parts, names, lasting), self._host_state_bytes(names)
             here = self.optimizer(self._device(captured.traced), self._named(names))
             of_homes = dataclasses.replace(problem, graph=graph, extra_host_bytes=on_host)
-            return self._with_needs(of_homes, captured.traced, here)
+            of_homes = self._with_needs(of_homes, captured.traced, here)
+            return dataclasses.replace(of_homes, extra_resident_bytes=of_homes.extra_resident_bytes + more_bytes)
 
         return parts, problem_of
 

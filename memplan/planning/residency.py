@@ -94,8 +94,8 @@ def choose_homes(
         """Look for a schedule with these parameters on the host. Whether it is the fastest so far."""
         nonlocal best
         before = best
-        if host in seen or (best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s):
-            return False  # nothing can be faster
+        if host in seen or (best is not None and is_fastest(best)):
+            return False
         seen.add(host)
         problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
         room_bytes = host_budget_bytes - host_bytes_beside(problem)
@@ -124,6 +124,11 @@ def choose_homes(
             known.add(share)
             chosen = share if is_faster(spread_share(movables, share)) else chosen
     return best
+
+
+def is_fastest(chosen: Residency) -> bool:
+    """Whether no step can be faster: it takes no longer than without a plan."""
+    return chosen.found.timeline.time_s <= chosen.problem.baseline_time_s
 
 
 def least_resident_bytes(problem: Problem) -> int:

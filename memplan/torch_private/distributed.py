@@ -20,6 +20,11 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     return max((backend.options._timeout for backend in _backends_of(group)), default=None)
 
 
+def reduces_on_cpu(group: torch.distributed.ProcessGroup) -> bool:
+    """Whether the ranks of a group can run collectives of tensors on the CPU."""
+    return any(device.type == "cpu" for device in group._device_types)
+
+
 def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
     """Backends of a process group that say how long they wait for a rank."""
     backends = [group._get_backend(device) for device in group._device_types]

@@ -104,12 +104,31 @@ class FsdpUnit:
             )
 
     @property
-    def on_host(self) -> dict[nn.Parameter, bool]:
-        """Parameters whose parts CPUOffloadPolicy has on the host, and whether all ranks have equally large parts."""
-        kept = [p for group in self._state._fsdp_param_groups for p in group.fsdp_params if p.offload_to_cpu]
-        ranks = (getattr(p.mesh_info, "shard_mesh_size", 1) for p in kept)
-        pairs = zip(kept, ranks, strict=True)
-        return {p.sharded_param: p.padded_sharded_param_size.numel() * n == p._orig_size.numel() for p, n in pairs}
+    def parts(self) -> dict[nn.Parameter, tuple[bool, bool]]:
+        """Of each parameter: whether CPUOffloadPolicy has its part on the host, and whether all ranks' are as large."""
+        fsdp, found = torch.distributed.fsdp, dict[nn.Parameter, tuple[bool, bool]]()
+        for group in self._state._fsdp_param_groups:
+            by_policy = isinstance(group.offload_policy, fsdp.CPUOffloadPolicy)
+            for p in group.fsdp_params:
+                elements = p.padded_sharded_param_size.numel() * getattr(p.mesh_info, "shard_mesh_size", 1)
+                found[p.sharded_param] = by_policy, elements == p._orig_size.numel()
+        return found
+
+    def settle(self, host: Collection[nn.Parameter]) -> None:
+        """Move parts with gradients, these parameters' to the host, others without CPUOffloadPolicy to the device."""
+        by_policy = {parameter for parameter, (by_policy, _) in self.parts.items() if by_policy}
+        for p in (p for group in self._state._fsdp_param_groups for p in group.fsdp_params):
+            parameter = p.sharded_param
+            if parameter in by_policy or (parameter in host) == p.offload_to_cpu:
+                continue
+            p.offload_to_cpu = not p.offload_to_cpu
+            if self.device.type != "cpu":
+                p.pin_memory = p.offload_to_cpu
+                part, gradient = parameter._local_tensor.to("cpu" if p.pin_memory else self.device), parameter.grad
+                part = part.pin_memory() if p.pin_memory else part
+                parameter.data = p.to_sharded_dtensor(part)
+                parameter._local_tensor, p._sharded_param_data = part, part.view(-1)
+                parameter.grad = None if gradient is None else p.to_sharded_dtensor(gradient._local_tensor.to(part))
 
     @property
     def device(self) -> torch.device:

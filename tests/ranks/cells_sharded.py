@@ -702,10 +702,10 @@ def with_a_loss() -> str | None:
     return first_difference(*results, "result")
 
 
-def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str = "") -> str | None:
-    """Parts that CPUOffloadPolicy has on the host are fetched, and gradients go there. Peaks are as predicted.
+def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str | None = "") -> str | None:
+    """Parts that are on the host are fetched, and gradients go there. Peaks are as predicted.
 
-    moved: the name of a module has this in it if its parts are on the host.
+    moved: the name of a module has this in it if CPUOffloadPolicy has its parts on the host. None: plans decide.
     """
     plain, floor_bytes, found = train(*make(), accumulated), 0, []
     for seed, budget in enumerate((1.0, 0.6, None)):
@@ -719,9 +719,13 @@ def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str = "") -> 
         plan, planned = memplan.plan_of(net), planned_forward(net)
         assert isinstance(plan, memplan.Plan)
         assert planned is not None
-        floor_bytes, parts = plan.floor_bytes, {n: p for n, p in net.named_parameters() if moved in n}
-        if {v.name for v in plan.problem.graph.values if v.fetched} != parts.keys():
+        fetched = {v.name for v in plan.problem.graph.values if v.fetched}
+        parts = {n: p for n, p in net.named_parameters() if (n in fetched if moved is None else moved in n)}
+        if fetched != parts.keys() or (moved is None and not parts and not budget):
             return f"parts of {parts.keys()} are on the device, or others on the host"
+        if set(parts.values()) != fetched_without_a_plan(net):
+            return "calls without a plan don't know which parts are on the host"
+        floor_bytes = plan.floor_bytes
         if plan.problem.extra_host_bytes < 2 * storage_bytes(part_of(p) for p in parts.values() if p.requires_grad):
             return f"{plan.problem.extra_host_bytes} bytes of the optimizer's state on the host"
         if accumulated == 1:
@@ -737,6 +741,13 @@ def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str = "") -> 
             net.zero_grad()
         found.append(first_difference(plain, train(net, batch, accumulated), f"budget {budget}: result"))
     return "; ".join(text for text in found if text) or None
+
+
+def fetched_without_a_plan(net: nn.Module) -> set[nn.Parameter]:
+    """Parameters whose parts units bring to the device before they gather them."""
+    states = (module._get_fsdp_state() for module in net.modules() if isinstance(module, FSDPModule))
+    groups = (group for state in states for group in state._fsdp_param_groups)
+    return {p.sharded_param for group in groups for p in group.fsdp_params if p.offload_to_cpu}
 
 
 def some_on_host() -> Made:
@@ -760,19 +771,25 @@ def offloaded() -> str | None:
     return first_difference(plain, train(net, batch), "result")
 
 
-def lengths(make: Callable[[], Made] = units, **options: Any) -> str | None:
-    """Batches of other sizes, that of one rank alone among them."""
+def lengths(make: Callable[[], Made] = units, budget: float = 0.8, moves: bool = False, **options: Any) -> str | None:
+    """Batches of other sizes, that of one rank alone among them. moves: the first plan has parts on the host."""
     results = []
     for planned in (False, True):
         net, _ = make()
         if planned:
-            memplan.apply(net, None, 0.8, costs="estimate", **options)
+            memplan.apply(net, None, budget, costs="estimate", **options)
         torch.manual_seed(rank())
         losses = []
         for rows in (4, 4, 3 + rank(), 2, 4):
             losses.append(copied(loss_of(net(**ids_of(rank(), rows)))))
             loss_of(net(**ids_of(rank(), rows))).backward()
         results.append((losses, [copied(part_of(p.grad)) for p in net.parameters() if p.grad is not None]))
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    if plan.floor_bytes >= plan.peak_bytes and not moves:
+        return "no budget under the peak of a plan would do"
+    if moves and not fetched_without_a_plan(net):
+        return "no part is on the host"
     return first_difference(*results, "result")
 
 
@@ -1042,6 +1059,12 @@ CELLS |= {
     "on the host, HSDP": Cell(
         functools.partial(on_host, functools.partial(replicated, offload_policy=ON_HOST)), world=4, full=True
     ),
+    "on the host, planned": Cell(functools.partial(on_host, units, moved=None)),
+    "on the host, planned, mixed precision": Cell(
+        functools.partial(on_host, functools.partial(units, mp_policy=BF16), moved=None), full=True
+    ),
+    "on the host, planned, accumulated": Cell(functools.partial(on_host, units, 3, moved=None), full=True),
+    "on the host, planned, HSDP": Cell(functools.partial(on_host, replicated, moved=None), world=4, full=True),
     "some on the host": Cell(functools.partial(on_host, some_on_host, moved="blocks"), full=True),
     "some on the host, lengths": Cell(functools.partial(lengths, some_on_host, **HOST), full=True),
     "on the host": Cell(functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST))),
@@ -1052,6 +1075,7 @@ CELLS |= {
         functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST), 3), full=True
     ),
     "lengths": Cell(lengths),
+    "lengths, on the host, planned": Cell(functools.partial(lengths, budget=0.18, moves=True, **HOST), full=True),
     "budgets and rows of a rank": Cell(own_budgets),
     "measured": Cell(measured),
     "clipped, saved, removed": Cell(clipped),

@@ -38,15 +38,13 @@ def place(
     cpu = torch.device("cpu")
     if host and device.type == "cuda":
         step_on_both_sides(model)
-    groups = [] if optimizer is None else optimizer.param_groups
-    counts = {p: counts_beside(group) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
         home = cpu if name in host else device
         parameter.data = _moved(parameter.data, home, pinned=device.type == "cuda")
         if parameter.grad is not None:
             parameter.grad = _moved(parameter.grad, home, pinned=False)
-        if optimizer is not None and parameter in counts:
-            bring_state(optimizer, parameter, counts[parameter])
+    if optimizer is not None:
+        bring_states(optimizer, set(model.parameters()))
     for name, buffer in model.named_buffers():
         if buffer.device.type != device.type:
             path, _, leaf = name.rpartition(".")
@@ -151,6 +149,13 @@ def bring_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count
                 state[key] = tensor.to(parameter.device)
 
 
+def bring_states(optimizer: torch.optim.Optimizer, parameters: set[Any]) -> None:
+    """Move an optimizer's state of these parameters to where each of them is."""
+    for group in optimizer.param_groups:
+        for parameter in parameters.intersection(group["params"]):
+            bring_state(optimizer, parameter, counts_beside(group))
+
+
 def counts_beside(group: dict[str, Any]) -> bool:
     """Whether counts of steps are on the device of their parameters in such a group."""
     return bool(group.get("fused") or group.get("capturable"))
@@ -160,9 +165,7 @@ def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwa
     """Move state to its parameters, in PyTorch's own optimizers. Others may keep it elsewhere on purpose."""
     if not _models or not type(optimizer).step.__module__.startswith("torch.optim."):
         return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            bring_state(optimizer, parameter, counts_beside(group))
+    bring_states(optimizer, {p for group in optimizer.param_groups for p in group["params"]})
 
 
 def _scales_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -141,8 +141,7 @@ class ShardedModel:
 
         Raises UnsupportedModel for one whose parts differ in size: a gather reads padding, which no plan fetches.
         """
-        kept = {parameter: even for unit in self._units for parameter, even in unit.on_host.items()}
-        named = {name: kept[p] for name, p in self._model.named_parameters() if p in kept}
+        named = {name: even for name, (by_policy, even) in self._parts().items() if by_policy}
         uneven = sorted(name for name, even in named.items() if not even)
         if uneven:
             raise UnsupportedModel(
@@ -150,6 +149,27 @@ class ShardedModel:
                 "out for its unit"
             )
         return frozenset(named)
+
+    @property
+    def movable(self) -> frozenset[str]:
+        """Names of parameters whose parts a plan may have on the host.
+
+        There are none where ranks can't reduce tensors on the CPU: `clip_grad_norm_` does so with norms of gradients.
+        """
+        groups = {group for spec in self._specs for group in spec.mesh.get_all_groups()}
+        parts = self._parts().items() if all(map(private.reduces_on_cpu, groups)) else ()
+        return frozenset(name for name, (by_policy, even) in parts if even and not by_policy)
+
+    def settle(self, host: Collection[str]) -> None:
+        """Have the parts of these parameters and their gradients on the host, and all others on the device."""
+        parameters = {p for name, p in self._model.named_parameters() if name in host}
+        for unit in self._units:
+            unit.settle(parameters)
+
+    def _parts(self) -> dict[str, tuple[bool, bool]]:
+        """`FsdpUnit.parts` of all units, by name."""
+        parts = {parameter: part for unit in self._units for parameter, part in unit.parts.items()}
+        return {name: parts[p] for name, p in self._model.named_parameters() if p in parts}
 
     @property
     def device(self) -> torch.device | None:
