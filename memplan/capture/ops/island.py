@@ -237,7 +237,7 @@ class Island(IslandCall):
         versions, copied = [t._version for t in tensors], {position for position, _ in self.in_place}
         given = [_copy_of(t) if i in copied and not self.needs[i] else t for i, t in enumerate(tensors)]
         records = any(self.needs)
-        with torch.set_grad_enabled(records), self.around(), saved_tensors_hooks(pack, unpack):
+        with self.around(), saved_tensors_hooks(pack, unpack):
             if records:
                 anchor = torch.empty(0, device="cpu", requires_grad=True)
                 detached = (tensors[i].detach() for i in positions)
