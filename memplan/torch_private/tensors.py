@@ -80,6 +80,11 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return bool(users > alone)
 
 
+def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether both stand for one generator. An op that runs in several dispatch modes is handed a new stand-in."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to a tensor's storage. While it exists, its `cdata` is the `_cdata` of no other storage.
 

@@ -24,7 +24,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
-from memplan.capture.attributes.tables import attributes_in_short, is_plain
+from memplan.capture.attributes.tables import attributes_in_short, is_plain, own_generators
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
@@ -34,7 +34,7 @@ from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
-from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
+from memplan.capture.trace.generators import python_generators_kept, seed_all
 from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, read_by, state_given
 from memplan.capture.trace.raw_trace import Autocast, in_modes, modes_at
 from memplan.capture.trace.source_lines import caller_line
@@ -42,7 +42,7 @@ from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.trial.local_collectives import is_collective
-from memplan.runtime.trial.unplanned_peak import KnownGenerators
+from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
 from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.torch_private import pytree
@@ -80,6 +80,7 @@ class IslandRuns(private.RealOps):
         super().__init__()
         self._model, self._callables, self._given, self._device = model, callables, given, device
         self._parameters, self._own = list(model.parameters()), _own_things(model)
+        self._generators = own_generators(model)
         self._reasons, self._layers = reasons, layers
         self._calls: list[Island] = []
         self._within = False
@@ -206,7 +207,7 @@ class IslandRuns(private.RealOps):
         # A unit of `fully_shard` has the whole parameters in the place of its own ones while forward runs.
         names = {id(p): own for own, p in self._model.named_parameters() if isinstance(p, nn.Parameter)}
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
-        before, python_before = held_rng(self._device), python_generators()
+        before, others_before = held_rng(self._device), generator_states(self._generators)
         modes, tensors = modes_at(self._device.type), arguments.tensors
         autocast, grad_mode = modes
         buffers = frozenset(() if instance is None else map(id, instance.buffers()))
@@ -243,7 +244,7 @@ class IslandRuns(private.RealOps):
         after = held_rng(self._device)
         island.random = before != after
         noted = self._noted - noted_before
-        drew, island.varies = python_generators() != python_before, noted["shapes"] > 0
+        drew, island.varies = generator_states(self._generators) != others_before, noted["shapes"] > 0
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
         island.alike, island.once = repeats and not noted["writes"], not repeats or drew
         island.loose = island.varies or drew or noted["reads"] > 0
