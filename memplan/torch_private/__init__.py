@@ -25,8 +25,8 @@ from memplan.torch_private.hooks import (
     without_checkpoints, without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (
-    CompiledCall, MemoryLayout, compiled_graph, deterministic_options, functional_trace, inductor_cache_dir,
-    keeps_to_seed, missing_compiler, seed_ops,
+    CompiledCall, MemoryLayout, compiled_backward_repeats, compiled_graph, deterministic_options, functional_trace,
+    inductor_cache_dir, keeps_to_seed, missing_compiler, seed_ops,
 )  # fmt: skip
 from memplan.torch_private.modes import (
     HigherOrderOperator, InPlaceOf, RealOps, TorchDispatchMode, autocast_knows, function_modes, run_in_mode,

@@ -335,7 +335,7 @@ class IslandRuns(private.RealOps):
             places = (p.seen_in(sources[p.source]) if isinstance(p, Place) else None for p in facts.outputs)
             return facts, sources, list(places)
 
-        with private.outside_of_tracing():
+        with private.outside_of_tracing(), private.compiled_backward_repeats():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
             island.once |= (changed := attributes.changed())
             if changed and isinstance(island.called, NamedFunction):
