@@ -341,7 +341,7 @@ class IslandRuns(private.RealOps):
             if changed and isinstance(island.called, NamedFunction):
                 raise Refusal(f"{island.title} changes Python state")
             facts, sources, outputs = outputs_of(results)
-            if any(facts.uses[i] != count for i, count in uses.items()):
+            if any(0 < count < facts.uses[i] for i, count in uses.items()):
                 raise Refusal(f"{island.function} uses a parameter several times, which autocast casts only once")
             pairs = zip(pytree.tree_leaves(returned), facts.differentiable, strict=True)
             if any(isinstance(o, torch.Tensor) and o.requires_grad and not d for o, d in pairs):
