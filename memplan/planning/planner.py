@@ -100,7 +100,10 @@ class Planner:
     def explore(self, sample: Sample | Call) -> tuple[Plan, ...] | Refused:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
         captured = self._uncompiled(sample)
-        return captured if isinstance(captured, UnsupportedModel) else self._plans.curve(captured)
+        if isinstance(captured, UnsupportedModel):
+            return captured
+        curve = self._plans.curve(captured)
+        return curve if isinstance(curve, Refused) else tuple(self._saying_more(plan, captured) for plan in curve)
 
     def _uncompiled(self, sample: Sample | Call) -> _Captured:
         """A captured step that may never run. Where its costs are only estimated no kernels are compiled either."""

@@ -25,8 +25,8 @@ from memplan.torch_private.hooks import (
     without_checkpoints, without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (
-    CompiledCall, MemoryLayout, compiled_graph, deterministic_options, functional_trace, inductor_cache_dir,
-    keeps_to_seed, missing_compiler, seed_ops,
+    CompiledCall, MemoryLayout, compiled_backward_repeats, compiled_graph, deterministic_options, functional_trace,
+    inductor_cache_dir, keeps_to_seed, missing_compiler, seed_ops,
 )  # fmt: skip
 from memplan.torch_private.modes import (
     HigherOrderOperator, InPlaceOf, RealOps, TorchDispatchMode, autocast_knows, function_modes, run_in_mode,
@@ -39,8 +39,8 @@ from memplan.torch_private.symbols import (
 from memplan.torch_private.tensors import (
     FakeTensor, FakeTensorMode, OpOverload, alike, attributes_set_on, batch_norm_reserve_elements, changes_ops,
     ctc_loss, depends_on_data, fakes_on, has_shape_of_data, has_symbolic_shape, is_allocated, is_held_elsewhere,
-    is_ordinary, is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real, suggest_memory_format,
-    sum_of_weights,
+    is_ordinary, is_same_generator, is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real,
+    suggest_memory_format, sum_of_weights,
 )  # fmt: skip
 from memplan.torch_private.tracing import (
     DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,

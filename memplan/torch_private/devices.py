@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class MemoryRecord:
             self._profiler.__exit__(*error)
         results = self._profiler.kineto_results
         self.events = [] if results is None else sorted(results.events(), key=lambda event: event.start_ns())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated at a time, beyond what there was at the beginning."""
+        return int(max(0, *accumulate(event.nbytes() for event in self.events if event.name() == "[memory]")))
 
 
 class BlockRecord:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,6 +38,14 @@ class MemoryLayout(NamedTuple):
             tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), int(tensor.storage_offset()),
             int(tensor.untyped_storage().nbytes()),
         )  # fmt: skip
+
+
+def compiled_backward_repeats() -> contextlib.AbstractContextManager[Any]:
+    """A context in which the backward of a compiled function runs a second time, on memory that it may have used up.
+
+    PyTorch refuses that if the first backward of this function was one that freed its graph.
+    """
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[no-any-return]
 
 
 def functional_trace(function: Callable[..., Any], layouts: Sequence[MemoryLayout]) -> fx.GraphModule:

@@ -80,6 +80,11 @@ def is_held_elsewhere(tensor: torch.Tensor) -> bool:
     return bool(users > alone)
 
 
+def is_same_generator(one: torch.Generator, other: torch.Generator) -> bool:
+    """Whether both stand for one generator. An op that runs in several dispatch modes is handed a new stand-in."""
+    return bool(one._cdata == other._cdata)  # type: ignore[attr-defined]
+
+
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to a tensor's storage. While it exists, its `cdata` is the `_cdata` of no other storage.
 
@@ -94,9 +99,13 @@ _OF_EVERY_FAKE = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
 
 
 def attributes_set_on(tensor: torch.Tensor) -> list[str]:
-    """Names of attributes that Python code has set on a tensor, real or fake. Of other subclasses that is not known."""
+    """Names of attributes that Python code has set on a tensor, real or fake. Of other subclasses that is not known.
+
+    Dynamo notes in some of its own which sizes of a tensor vary. These are not among them.
+    """
     known = isinstance(tensor, FakeTensor) or is_ordinary(tensor)
-    return sorted(vars(tensor).keys() - _OF_EVERY_FAKE) if known else []
+    names = sorted(vars(tensor).keys() - _OF_EVERY_FAKE) if known else []
+    return [name for name in names if not name.startswith("_dynamo_")]
 
 
 def fakes_on(

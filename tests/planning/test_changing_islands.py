@@ -128,3 +128,33 @@ def test_a_result_and_the_same_without_a_gradient() -> None:
     memplan.apply(planned, x, "min", costs="estimate", on_infeasible="min")
     assert memplan.plan_of(planned) is not None
     assert_same_bits(*(run_steps(net, x, 2) for net in (plain, planned)))
+
+
+def rounds() -> nn.Module:
+    """A layer whose compiled function is compiled anew for each number that the loop sets."""
+
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(WIDTH, WIDTH), 1.0
+            self.function = torch.compile(lambda x, scale: (x * scale).tanh() if scale < 3 else x, backend="aot_eager")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function(self.linear(x), self.scale)  # type: ignore[no-any-return]
+
+    return Layer(Scales())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
+@pytest.mark.parametrize("budget", ["min", "1GiB"])
+def test_a_compiled_function_that_is_compiled_again_in_training(budget: str) -> None:
+    torch.manual_seed(1)
+    plain = rounds()
+    planned, x = copy.deepcopy(plain), torch.randn(32, WIDTH)
+    memplan.apply(planned, x, budget, costs="estimate")
+    plan = memplan.plan_of(planned)
+    assert plan is not None and [line.partition(" at ")[0] for line in plan.islands] == ["middle"]
+    for scale, rows in ((1.0, 32), (2.0, 32), (4.0, 32), (2.0, 24), (0.5, 32)):
+        for net in (plain, planned):
+            net.middle.scale = scale  # type: ignore[union-attr]
+        assert_same_bits(run_steps(plain, x[:rows], 2), run_steps(planned, x[:rows], 2))

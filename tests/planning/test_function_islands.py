@@ -20,6 +20,7 @@ import memplan
 from memplan.problem.schedule import Compute
 from tests.planning import functions_elsewhere
 from tests.planning.functions_elsewhere import tanh_by_numpy as by_another_name
+from tests.support.plannings import plannings
 from tests.support.zoo import assert_same_bits, run_steps
 
 WIDTH, ROWS = 32, 64
@@ -520,6 +521,25 @@ def test_a_plan_from_a_file(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     memplan.apply(other, x, plan=memplan.Plan.load(tmp_path / "plan.json"))
     assert_same_bits(plain, steps(other, x))
+
+
+def test_the_curve_bounds_and_plans_ahead() -> None:
+    torch.manual_seed(3)
+    net, x = Masks(), torch.randn(ROWS, WIDTH)
+    plain = copy.deepcopy(net)
+    curve = memplan.explore(net, x, costs="estimate")
+    assert len(curve) > 1 and all(plan.islands for plan in curve)
+    assert [p.peak_bytes for p in curve] == sorted(p.peak_bytes for p in curve)
+    assert [p.time_s for p in curve] == sorted((p.time_s for p in curve), reverse=True)
+    assert all(0 < p.lower_bound_s <= p.time_s and p.gap >= 0 and p.floor_bytes <= p.peak_bytes for p in curve)
+    middle = curve[len(curve) // 2]
+    memplan.apply(net, x, plan=middle)
+    (ahead,) = memplan.prepare(net, [x[:48]])
+    assert ahead is not None and ahead.islands
+    with plannings() as reasons:
+        for rows in (ROWS, 48):
+            assert_same_bits(steps(plain, x[:rows]), steps(net, x[:rows]))
+    assert not reasons
 
 
 def test_other_lengths() -> None:

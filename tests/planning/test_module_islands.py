@@ -765,14 +765,14 @@ def test_nothing_of_the_model_changes_where_it_does_not_fit() -> None:
 
 
 class OwnGenerator(nn.Module):
-    """Draws from a generator of its own, which a second run of its forward would find further on."""
+    """Draws from a generator that nobody finds, and a second run of its forward would find further on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask = torch.rand(x.shape, generator=GENERATORS[-1])
+        mask = torch.rand(x.shape, generator=globals()["GENERATORS"][-1])  # which no code names
         return torch.nn.functional.gelu(self.inner(x) * mask)
 
 
@@ -786,6 +786,34 @@ def test_a_generator_that_belongs_to_nobody(inside: bool) -> None:
     with pytest.raises(memplan.UnsupportedModel, match="generator that is no attribute of the model"):
         memplan.apply(net, rows(), 10**9)
     assert torch.equal(state, GENERATORS[-1].get_state())
+
+
+class WithGenerator(OwnGenerator):
+    """Has a generator, and reads memory by NumPy. A draw may change nothing but the generator."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.generator, self.reads = torch.Generator().manual_seed(5), reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand(x.shape, generator=self.generator)
+        hidden = torch.nn.functional.gelu(self.inner(x)) * float(np.mean(x.detach().numpy()))
+        return hidden * mask if self.reads else hidden
+
+    def __deepcopy__(self, memo: Any) -> WithGenerator:  # which PyTorch does not define for a generator
+        twin = WithGenerator(self.reads)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_generator_that_is_an_attribute_of_an_island(reads: bool) -> None:
+    net, plain = twins(lambda: nn.Sequential(Block(16), WithGenerator(reads), Block(16)))
+    memplan.apply(net, rows(), "min", costs="estimate")
+    assert whole_plan(net).islands
+    assert_same_bits(steps(plain, rows()), steps(net, rows()))
+    states = [each[1].generator.get_state() for each in (plain, net)]
+    assert torch.equal(*states)
 
 
 class TiedUnderAutocast(nn.Module):

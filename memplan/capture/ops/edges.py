@@ -24,9 +24,10 @@ class Edges:
     - leaves: the nodes in which gradients end: one for each leaf that requires grad.
     """
 
-    def __init__(self, starts: Iterable[torch.Tensor]) -> None:
+    def __init__(self, starts: Iterable[torch.Tensor], since: int = 0) -> None:
+        """since: leave out nodes that are older than that, see `next_node`."""
         self._into: dict[Edge, list[Edge]] = {}
-        nodes = list(nodes_behind(get_gradient_edge(t).node for t in starts if t.requires_grad))
+        nodes = list(nodes_behind((get_gradient_edge(t).node for t in starts if t.requires_grad), since))
         for node in nodes:
             for index, (target, number) in enumerate(node.next_functions):
                 if target is not None:
@@ -44,6 +45,10 @@ class Edges:
         found = self._into.get((node, number), [])
         return sorted(found, key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
 
+    def uses(self, tensor: torch.Tensor, starts: Iterable[Any]) -> int:
+        """How many gradients are added up for `tensor`, which may be among the starts."""
+        return len(self.to(tensor)) + any(start is tensor for start in starts)
+
     def divert(self, edge: GradientEdge) -> list[torch.Tensor]:
         """A list that takes all gradients for a tensor as they come; autograd adds them up no more."""
         found: list[torch.Tensor] = []
@@ -60,14 +65,20 @@ class Edges:
         return found
 
 
-def nodes_behind(starts: Iterable[Any]) -> Iterator[Any]:
-    """The nodes of an autograd graph from some nodes on, each once."""
-    pending = list(dict.fromkeys(starts))
+def next_node() -> int:
+    """The number of the node that autograd makes next on this thread. Nodes of leaves have a higher number than any."""
+    with torch.enable_grad():
+        return 1 + int(get_gradient_edge(torch.empty(0, requires_grad=True).view(-1)).node._sequence_nr())
+
+
+def nodes_behind(starts: Iterable[Any], since: int = 0) -> Iterator[Any]:
+    """The nodes of an autograd graph from some nodes on, each once. since: but for older ones, see `next_node`."""
+    pending = [node for node in dict.fromkeys(starts) if node._sequence_nr() >= since]
     seen = set(pending)
     while pending:
         node = pending.pop()
         yield node
         for target, _ in node.next_functions:
-            if target is not None and target not in seen:
+            if target is not None and target not in seen and target._sequence_nr() >= since:
                 seen.add(target)
                 pending.append(target)

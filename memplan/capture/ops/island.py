@@ -237,7 +237,7 @@ class Island(IslandCall):
         versions, copied = [t._version for t in tensors], {position for position, _ in self.in_place}
         given = [_copy_of(t) if i in copied and not self.needs[i] else t for i, t in enumerate(tensors)]
         records = any(self.needs)
-        with torch.set_grad_enabled(records), self.around(), saved_tensors_hooks(pack, unpack):
+        with self.around(), saved_tensors_hooks(pack, unpack):
             if records:
                 anchor = torch.empty(0, device="cpu", requires_grad=True)
                 detached = (tensors[i].detach() for i in positions)
@@ -295,7 +295,7 @@ class Island(IslandCall):
         needed = [i for i, needs in enumerate(self.needs) if needs]
         with self.around_backward(), graph.holding(saved):
             at_once = torch.autograd.grad(
-                [end for end, _ in pairs], graph.begin, tensors, allow_unused=True, retain_graph=True
+                [end for end, _ in pairs], graph.begin, tensors, allow_unused=True, retain_graph=not self.looked_at
             )
             del saved
             found = [
@@ -381,4 +381,4 @@ def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]]]:
     """The attributes of each tensor, by name, and which object each is."""
-    return [[(key, id(value)) for key, value in vars(tensor).items()] for tensor in tensors]
+    return [[(key, id(vars(tensor)[key])) for key in private.attributes_set_on(tensor)] for tensor in tensors]

@@ -199,6 +199,7 @@ class IslandCall:
     - buffers: positions of tensors to which the call may write.
     - inputs, needs: layouts of the tensors, and which of them get gradients.
     - around, around_backward: make the contexts in which it and its backward run. backward_mode: names the latter.
+    - modes: autocast and grad mode of the call. Another call in other modes needs an island of its own.
     - attributes: of a module, which must not have changed where it runs again in a step.
     - device: of the plan.
     - forward_facts, backward_facts: what runs of it gave, and have to give again.
@@ -232,6 +233,7 @@ class IslandCall:
     needs: tuple[bool, ...]
     device: torch.device
     around: Callable[[], AbstractContextManager[Any]]
+    modes: Any
     attributes: Callable[[nn.Module], Any] = type
     around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     backward_mode: str = ""

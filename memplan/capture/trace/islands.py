@@ -33,7 +33,7 @@ from memplan.capture.ops.island_ops import BACKWARD, FORWARD
 from memplan.capture.ops.places import Layout, Place
 from memplan.capture.ops.ways import Calls, MakeIslands, Refusal
 from memplan.capture.trace.forwards import calls_exchanged
-from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.raw_trace import Autocast, modes_at
 from memplan.capture.trace.source_lines import caller_frame
 from memplan.torch_private import pytree
 
@@ -331,7 +331,7 @@ def _is_call_of(island: Island, called: Any, arguments: Arguments, like: nn.Modu
     static = tuple(private.number_here(thing) for thing in static)
     if (called, layouts, needs) != (island.called, island.inputs, island.needs) or len(static) != len(island.static):
         return False
-    if like is not None and island.attributes(like) != island.like:
+    if modes_at(island.device.type) != island.modes or (like is not None and island.attributes(like) != island.like):
         return False
     return all(map(_is_same, static, island.static))
 
@@ -348,7 +348,7 @@ def _differ_in_sizes(island: Island, other: Island) -> bool:
         return (
             of_one.name, of_one.called, of_one.needs, of_one.owners, of_one.writes, of_one.random, of_one.repeats,
             of_one.once, of_one.alike, of_one.loose, of_one.varies, of_one.module or of_one.like, of_one.in_place,
-            with_numbers(facts, lambda _: None),
+            of_one.modes, with_numbers(facts, lambda _: None),
         )  # fmt: skip
 
     if kind(island) != kind(other) or island.integers != other.integers or len(island.static) != len(other.static):

@@ -58,6 +58,18 @@ class Autocast:
         )
 
 
+def modes_at(device_type: str) -> tuple[Autocast, bool]:
+    """The modes at this moment that decide what a call computes: autocast, and whether grad mode is on."""
+    return Autocast.ambient(device_type), torch.is_grad_enabled()
+
+
+@contextlib.contextmanager
+def in_modes(autocast: Autocast, grad_mode: bool) -> Iterator[None]:
+    """A context that has these modes."""
+    with torch.set_grad_enabled(grad_mode), autocast.context():
+        yield
+
+
 @dataclass(frozen=True, slots=True)
 class GradientLayout:
     """The layout of a gradient that arrives at an output."""

@@ -24,8 +24,9 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
-from memplan.capture.attributes.tables import attributes_in_short, is_plain
+from memplan.capture.attributes.tables import attributes_in_short, is_plain, own_generators
 from memplan.capture.ops import op_facts
+from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
 from memplan.capture.ops.island_call import ForwardFacts, IslandCost
 from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
@@ -33,15 +34,15 @@ from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
-from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
+from memplan.capture.trace.generators import python_generators_kept, seed_all
 from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, read_by, state_given
-from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.raw_trace import Autocast, in_modes, modes_at
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.trial.local_collectives import is_collective
-from memplan.runtime.trial.unplanned_peak import KnownGenerators
+from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
 from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.torch_private import pytree
@@ -79,6 +80,7 @@ class IslandRuns(private.RealOps):
         super().__init__()
         self._model, self._callables, self._given, self._device = model, callables, given, device
         self._parameters, self._own = list(model.parameters()), _own_things(model)
+        self._generators = own_generators(model)
         self._reasons, self._layers = reasons, layers
         self._calls: list[Island] = []
         self._within = False
@@ -205,8 +207,9 @@ class IslandRuns(private.RealOps):
         # A unit of `fully_shard` has the whole parameters in the place of its own ones while forward runs.
         names = {id(p): own for own, p in self._model.named_parameters() if isinstance(p, nn.Parameter)}
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
-        before, python_before = held_rng(self._device), python_generators()
-        autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
+        before, others_before = held_rng(self._device), generator_states(self._generators)
+        modes, tensors = modes_at(self._device.type), arguments.tensors
+        autocast, grad_mode = modes
         buffers = frozenset(() if instance is None else map(id, instance.buffers()))
         island = Island(
             name=f"{name} {len(self._calls)}",
@@ -220,9 +223,10 @@ class IslandRuns(private.RealOps):
             owners=owners,
             buffers=frozenset(i for i, t in enumerate(tensors) if i >= arguments.given and id(t) in buffers),
             inputs=tuple(map(Layout.of, tensors)),
-            needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
+            needs=tuple(t.requires_grad and grad_mode for t in tensors),
             device=self._device,
-            around=autocast.context,
+            around=functools.partial(in_modes, *modes),
+            modes=modes,
             attributes=lambda module: attributes_in_short(read_by(called, module)),
             like=None if instance is None else attributes_in_short(instance),
             kept=functools.partial(_restored, kept),
@@ -230,6 +234,7 @@ class IslandRuns(private.RealOps):
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
         noted_before = Counter(self._noted)
         self._inside, self._behind = set(_memory_of(tensors)), {}
+        first_node = next_node()
         with private.exchanged(self, _within=True):
             returned = run()
         self._note_behind(_memory_of(returned))
@@ -239,7 +244,7 @@ class IslandRuns(private.RealOps):
         after = held_rng(self._device)
         island.random = before != after
         noted = self._noted - noted_before
-        drew, island.varies = python_generators() != python_before, noted["shapes"] > 0
+        drew, island.varies = generator_states(self._generators) != others_before, noted["shapes"] > 0
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
         island.alike, island.once = repeats and not noted["writes"], not repeats or drew
         island.loose = island.varies or drew or noted["reads"] > 0
@@ -256,10 +261,12 @@ class IslandRuns(private.RealOps):
                 raise Refusal(f"{island.title} writes to its arguments")
             island.writes |= unseen  # as Liger's does, which has gradients in the place of logits, and saves them
             self._refuse(island, arguments, instance, autocast, outputs)
+            edges = Edges((o for o in outputs if isinstance(o, torch.Tensor)), first_node)
+            uses = {i: edges.uses(tensors[i], outputs) for i, name in enumerate(owners) if name and island.needs[i]}
             if not (behind - buffers_now).isdisjoint(self._made):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:
-                self._look(island, tensors, returned, before, attributes)
+                self._look(island, tensors, returned, before, attributes, uses)
             there = buffers_now | {storage_key(p) for p in self._parameters if has_memory(p)}
             island.repeats = island.repeats and behind.isdisjoint(there)
             self._calls.append(island)
@@ -301,11 +308,18 @@ class IslandRuns(private.RealOps):
             raise Refusal(f"{island.function} shares parameters, whose casts autocast shares too")
 
     def _look(
-        self, island: Island, given: Sequence[torch.Tensor], returned: Any, state: Any, attributes: AttributesKept
+        self,
+        island: Island,
+        given: Sequence[torch.Tensor],
+        returned: Any,
+        state: Any,
+        attributes: AttributesKept,
+        uses: Mapping[int, int],
     ) -> None:
         """Fill the facts and costs of an island by extra runs of the call and its backward.
 
-        state: of the generators before the call.
+        - state: of the generators before the call.
+        - uses: by position of a parameter, how many gradients it gets from the call that forward makes.
         """
         tensors = [t.detach() for t in given]
 
@@ -321,12 +335,14 @@ class IslandRuns(private.RealOps):
             places = (p.seen_in(sources[p.source]) if isinstance(p, Place) else None for p in facts.outputs)
             return facts, sources, list(places)
 
-        with private.outside_of_tracing():
+        with private.outside_of_tracing(), private.compiled_backward_repeats():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
             island.once |= (changed := attributes.changed())
             if changed and isinstance(island.called, NamedFunction):
                 raise Refusal(f"{island.title} changes Python state")
             facts, sources, outputs = outputs_of(results)
+            if any(0 < count < facts.uses[i] for i, count in uses.items()):
+                raise Refusal(f"{island.function} uses a parameter several times, which autocast casts only once")
             pairs = zip(pytree.tree_leaves(returned), facts.differentiable, strict=True)
             if any(isinstance(o, torch.Tensor) and o.requires_grad and not d for o, d in pairs):
                 raise Refusal(f"{island.title} reads a tensor that requires grad, and that it is not given")
@@ -379,7 +395,8 @@ class IslandRuns(private.RealOps):
         meter = LiveMeter()
         meter.register(given)
         before_bytes = meter.live_bytes
-        with meter:
+        record = private.MemoryRecord()  # of what kernels allocate for themselves, too
+        with record if self._device.type == "cpu" else contextlib.nullcontext(), meter:
             results = run()
         made_bytes = sum(t.untyped_storage().nbytes() for t in results)
         del results
@@ -388,7 +405,7 @@ class IslandRuns(private.RealOps):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         time_s = time.perf_counter() - begin
-        return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
+        return results, IslandCost(time_s, max(0, max(meter.peak_bytes - before_bytes, record.peak_bytes) - made_bytes))
 
 
 def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:

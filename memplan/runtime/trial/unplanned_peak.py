@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +99,12 @@ def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
 
 def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """The states of all generators that forward may draw from."""
-    own = (bytes(g.get_state().numpy()) for g in own_generators(model))
-    return (*own, *python_generators(), *map(str, held_rng(torch.device(call.device_type))))
+    return (*generator_states(own_generators(model)), *map(str, held_rng(torch.device(call.device_type))))
+
+
+def generator_states(own: Sequence[torch.Generator]) -> tuple[Any, ...]:
+    """The states of Python's generators, and of these."""
+    return (*(bytes(generator.get_state().numpy()) for generator in own), *python_generators())
 
 
 def bits_of(thing: Any) -> tuple[Any, ...]:
@@ -127,7 +131,7 @@ class KnownGenerators(private.RealOps):
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for generator in [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]:
-            if not any(generator is known for known in self._known):
+            if not any(private.is_same_generator(generator, known) for known in self._known):
                 raise UnsupportedModel(
                     f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "
                     "it an attribute of a module"
