@@ -209,6 +209,8 @@ class Recovery:
         self._found = way.found
         log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._choice.known.forget()
+        if not self._choice.planner.limits.is_in_bytes:  # but relative to a step, whose sizes were wrong
+            self._choice.planner.limits.reset(None)
 
     def _after_out_of_memory(self, step: ServingStep, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or raise the error with advice.

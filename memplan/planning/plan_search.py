@@ -21,13 +21,8 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.residency import (
-    ProblemOf,
-    Residency,
-    choose_homes,
-    is_fastest,
-    least_peak_bytes,
-    least_resident_bytes,
-)
+    ProblemOf, Residency, choose_homes, is_fastest, least_peak_bytes, least_resident_bytes,
+)  # fmt: skip
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem

@@ -181,3 +181,33 @@ def test_a_first_step_that_no_new_plan_mends_is_refused(build: Any, monkeypatch:
     memplan.apply(net, sample, 1.0, costs="estimate")
     with pytest.raises(memplan.UnsupportedModel, match="elu"):
         net(sample).float().sum().backward()
+
+
+@torch.library.custom_op("memplan_tests::widened", mutates_args=())
+def widened(x: torch.Tensor) -> torch.Tensor:
+    return x.double()
+
+
+widened.register_fake(torch.empty_like)  # which is wrong
+widened.register_autograd(lambda ctx, gradient: gradient.float())
+
+
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return widened(x * self.scale).exp().sum()
+
+
+def test_the_least_budget_is_that_of_the_plan_made_again() -> None:
+    """The first plan's least was for results that are half as large as real ones."""
+    net, sample = Widening(), torch.randn(2, 50)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, "min", costs="estimate")
+    before = memplan.plan_of(net)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+    plan = memplan.plan_of(net)
+    assert before is not None and plan is not None
+    assert plan.problem.budget_bytes == plan.peak_bytes > before.peak_bytes
