@@ -20,9 +20,7 @@ from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
-from memplan.planning.residency import (
-    ProblemOf, Residency, choose_homes, is_fastest, least_peak_bytes, least_resident_bytes,
-)  # fmt: skip
+from memplan.planning.residency import ProblemOf, Residency, choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
@@ -173,7 +171,7 @@ class PlanSearch:
         def search(limit_bytes: int) -> Residency | None:
             """The fastest step within the limit. No parts move where that makes no step faster."""
             found = choose_homes((), alone, None, problem_of, host_limit, host or frozenset(), limit_bytes)
-            if not parts or (found is not None and (host or is_fastest(found))):
+            if not parts or (found is not None and (host or found.is_fastest)):
                 return found
             moving = choose_homes(parts, front, None, problem_of, host_limit, host or None, limit_bytes)
             both = [choice for choice in (found, moving) if choice is not None]

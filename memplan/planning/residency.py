@@ -44,6 +44,11 @@ class Residency:
     problem: Problem
     found: Offloaded
 
+    @property
+    def is_fastest(self) -> bool:
+        """Whether no step can be faster: it takes no longer than without a plan."""
+        return self.found.timeline.time_s <= self.problem.baseline_time_s
+
 
 def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
     """Names of parameters with about this share of the bytes, spread evenly over the order of first use.
@@ -94,7 +99,7 @@ def choose_homes(
         """Look for a schedule with these parameters on the host. Whether it is the fastest so far."""
         nonlocal best
         before = best
-        if host in seen or (best is not None and is_fastest(best)):
+        if host in seen or (best is not None and best.is_fastest):
             return False
         seen.add(host)
         problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
@@ -124,11 +129,6 @@ def choose_homes(
             known.add(share)
             chosen = share if is_faster(spread_share(movables, share)) else chosen
     return best
-
-
-def is_fastest(chosen: Residency) -> bool:
-    """Whether no step can be faster: it takes no longer than without a plan."""
-    return chosen.found.timeline.time_s <= chosen.problem.baseline_time_s
 
 
 def least_resident_bytes(problem: Problem) -> int:
