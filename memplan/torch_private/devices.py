@@ -52,7 +52,7 @@ class MemoryRecord:
     @property
     def peak_bytes(self) -> int:
         """The most that was allocated at a time, beyond what there was at the beginning."""
-        return int(max(0, *accumulate(event.nbytes() for event in self.events if event.name() == "[memory]")))
+        return max(accumulate((event.nbytes() for event in self.events if event.name() == "[memory]"), initial=0))
 
 
 class BlockRecord:

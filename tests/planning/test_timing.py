@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan import torch_private as private
 from memplan.capture.ops import real_results
 from tests.support.zoo import assert_same_bits, run_steps
 
@@ -248,3 +249,13 @@ def test_ops_that_give_other_bits_in_a_second_run_never_run_again(monkeypatch: p
     monkeypatch.setattr(real_results, "_UNSTEADY", set())
     assert run_once(floor_of_two_ops()) == run_once(plan)
     assert CALLS[0] == runs
+
+
+def test_a_record_of_memory_has_its_peak() -> None:
+    with private.MemoryRecord() as nothing:
+        pass
+    with private.MemoryRecord() as record:
+        first, second = torch.empty(1000), torch.empty(500)
+        del first
+        third = torch.empty(100)
+    assert (nothing.peak_bytes, record.peak_bytes, second.nbytes + third.nbytes) == (0, 6000, 2400)
