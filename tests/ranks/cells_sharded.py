@@ -1067,7 +1067,7 @@ CELLS |= {
     "on the host, planned, HSDP": Cell(functools.partial(on_host, replicated, moved=None), world=4, full=True),
     "some on the host": Cell(functools.partial(on_host, some_on_host, moved="blocks"), full=True),
     "some on the host, lengths": Cell(functools.partial(lengths, some_on_host, **HOST), full=True),
-    "on the host": Cell(functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST))),
+    "on the host": Cell(functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST)), full=True),
     "on the host, mixed precision": Cell(
         functools.partial(on_host, functools.partial(units, mp_policy=BF16, offload_policy=ON_HOST)), full=True
     ),

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from tests.ranks.spawn import Cell, Findings, cells, run_ranks
 
-TIMEOUT_S = {False: 900, True: 5000}  # of all cells of one world size; True: with those of the full matrix
+TIMEOUT_S = {False: 1500, True: 5000}  # of all cells of one world size; True: with those of the full matrix
 
 
 def parameters() -> list[object]:
