@@ -18,7 +18,7 @@ from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.zoo import Sample, assert_same_bits, call, run_steps
 
 pytestmark = [
-    pytest.mark.slow,  # beside other processes, compiled code and LSTMs have failed once in five runs, nobody knows why yet
+    pytest.mark.slow,  # two of them have failed once beside other files, for a reason that is not known yet
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo asks for it
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
 ]
