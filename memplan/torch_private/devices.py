@@ -52,7 +52,8 @@ class MemoryRecord:
     @property
     def peak_bytes(self) -> int:
         """The most that was allocated at a time, beyond what there was at the beginning."""
-        return max(accumulate((event.nbytes() for event in self.events if event.name() == "[memory]"), initial=0))
+        sizes = (int(event.nbytes()) for event in self.events if event.name() == "[memory]")
+        return max(accumulate(sizes, initial=0))
 
 
 class BlockRecord:
