@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memplan
+from tests.capture.test_islands import Writes
 from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.zoo import Sample, assert_same_bits, call, run_steps
 
@@ -155,23 +156,9 @@ def numba_function() -> tuple[nn.Module, Sample]:
     return Ends(ByNumba()), torch.randn(48, WIDTH)
 
 
-class Doubled(torch.autograd.Function):
-    """Writes to its argument, and says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x.data_ptr()
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 2
-
-
 class MarksDirty(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Doubled.apply(x * 1).sin()  # type: ignore[no-any-return, no-untyped-call]
+        return Writes.apply(x * 1).sin()  # type: ignore[no-any-return, no-untyped-call]
 
 
 @opaque_model("middle")
