@@ -19,7 +19,7 @@ from triton.runtime.interpreter import GridExecutor
 import memplan
 from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.step import PlannedStep
-from tests.support.meter import LiveMeter
+from tests.support.meter import live_peak
 from tests.support.plannings import plannings
 from tests.support.zoo import assert_same_bits, copied, run_steps
 
@@ -77,7 +77,7 @@ class Graph(nn.Module):
 
 
 def planned_like_plain(net: nn.Module, sample: Any) -> memplan.Plan:
-    """Compare two steps at the floor and half way between it and the plain peak. Gives the plan at the floor."""
+    """Bits of two steps and the peak, at the floor and half way to the plain peak. Gives the plan at the floor."""
     plain = run_steps(copy.deepcopy(net), sample)
     floor = None
     for budget in ("min", None):
@@ -89,17 +89,9 @@ def planned_like_plain(net: nn.Module, sample: Any) -> memplan.Plan:
         assert isinstance(plan, memplan.Plan)
         floor = floor or plan
         assert_same_bits(plain, run_steps(planned, sample))
+        assert live_peak(planned, sample) <= plan.live_peak_bytes
     assert floor is not None
     return floor
-
-
-def live_peak(net: nn.Module, sample: Any) -> int:
-    net.zero_grad()
-    meter = LiveMeter()
-    meter.register([*net.parameters(), *sample])
-    with meter:
-        net(*sample).backward()
-    return meter.peak_bytes
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from memplan.capture.trace.escapes import without_collections
 from memplan.runtime.program import collectives, lower
 from memplan.torch_private import part_here, run_in_mode
+from tests.support.zoo import Sample, call, loss_of
 
 _LETS_GO_S = 5.0  # on a loaded machine; views that a program has made meanwhile count as users, too
 
@@ -78,6 +80,16 @@ class LiveMeter(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         with self._counting:
             self.live_bytes -= self._sizes_bytes.pop(key)
+
+
+def live_peak(net: nn.Module, sample: Sample) -> int:
+    """The most that a step holds that begins without gradients, constants of its plan left out."""
+    net.zero_grad()
+    meter = LiveMeter()
+    meter.register([*net.parameters(), *net.buffers(), sample])
+    with meter:
+        loss_of(call(net, sample)).backward()
+    return meter.peak_bytes
 
 
 def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:

@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 
 import memplan
+from tests.support.meter import live_peak
 from tests.support.zoo import assert_same_bits, run_steps
 
 IMAGE, BEGIN, END = 190, 192, 193
@@ -73,3 +74,4 @@ def test_steps(kind: str, budget: Any) -> None:
     assert not plan.islands
     assert budget != "min" or plan.peak_bytes < 0.6 * plan.baseline_peak_bytes
     assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
+    assert live_peak(planned, sample) <= plan.live_peak_bytes
