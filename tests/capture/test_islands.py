@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.watch.meter import LiveMeter
+from tests.support.meter import live_peak
 
 SEEN: list[torch.Tensor] = []
 WIDTH = 32
@@ -226,31 +226,20 @@ def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
-@pytest.mark.parametrize(
-    "options",
-    [{"budget": "min"}, {"budget": "1GiB", "host_budget": "1GiB"}],
-    ids=["floor", "offload"],
-)
-def test_bits(habit: Any, options: dict[str, Any]) -> None:
+def test_bits_and_peaks(habit: Any) -> None:
+    """At the floor, half way to the plain peak, and with offload."""
     model, x = net(habit)
-    planned = copy.deepcopy(model)
-    memplan.apply(planned, x, costs="estimate", **options)
-    assert isinstance(memplan.plan_of(planned), memplan.Plan)
-    assert_same(two_steps(model, x), two_steps(planned, x))
-
-
-@pytest.mark.parametrize("habit", [h for h in HABITS if h is not once], ids=lambda habit: habit.__name__)
-def test_the_step_holds_what_is_predicted(habit: Any) -> None:
-    model, x = net(habit)
-    memplan.apply(model, x, "min")
-    plan = memplan.plan_of(model)
-    assert plan is not None
-    two_steps(model, x)
-    meter = LiveMeter()
-    meter.register([*model.parameters(), x])
-    with meter:
-        model(x).backward()
-    assert meter.peak_bytes <= plan.peak_bytes
+    plain, half_bytes = two_steps(copy.deepcopy(model), x), 0
+    for budget in ("min", None, "1GiB"):
+        planned = copy.deepcopy(model)
+        host_budget = budget if budget == "1GiB" else None
+        memplan.apply(planned, x, budget or half_bytes, host_budget=host_budget, costs="estimate")
+        plan = memplan.plan_of(planned)
+        assert isinstance(plan, memplan.Plan)
+        assert_same(plain, two_steps(planned, x))
+        half_bytes = (plan.peak_bytes + plan.baseline_peak_bytes) // 2
+        if habit is not once:  # which keeps tensors for ever
+            assert live_peak(planned, x) <= plan.live_peak_bytes
 
 
 def test_the_floor_is_that_of_plain_ops() -> None:

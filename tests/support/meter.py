@@ -88,7 +88,9 @@ def live_peak(net: nn.Module, sample: Sample) -> int:
     meter = LiveMeter()
     meter.register([*net.parameters(), *net.buffers(), sample])
     with meter:
-        loss_of(call(net, sample)).backward()
+        output = call(net, sample)
+        is_loss = isinstance(output, torch.Tensor) and output.dim() == 0
+        (output if is_loss else loss_of(output)).backward()
     return meter.peak_bytes
 
 
