@@ -209,7 +209,7 @@ def test_backward_that_writes_over_an_output_is_refused() -> None:
             memplan.plan(Net(), torch.randn(16, 32), "1GiB", kernels=kernels, costs="estimate")
 
 
-@settings(max_examples=examples(50), deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 5)), min_size=2, max_size=12))
 def test_random_programs_of_reads_and_writes(program: list[tuple[str, int]]) -> None:
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from typing import Any
@@ -43,10 +44,17 @@ def just_below_floor(model: nn.Module, sample: Any, **settings: Any) -> int:
     return memplan.plan(model, sample, "min", **{**SETTINGS, **settings}).peak_bytes - 1
 
 
-def test_remedies_are_ranked_and_each_fits_as_it_says() -> None:
+@functools.cache
+def refusal_below_the_floor() -> tuple[int, memplan.BudgetInfeasible]:
+    """A budget in which the language model does not fit, and what is said of it."""
     model, sample = language_model(), tokens()
     budget = just_below_floor(model, sample)
-    error = refused(model, sample, budget)
+    return budget, refused(model, sample, budget)
+
+
+def test_remedies_are_ranked_and_each_fits_as_it_says() -> None:
+    model, sample = language_model(), tokens()
+    budget, error = refusal_below_the_floor()
     assert [r.overhead for r in error.remedies] == sorted(r.overhead for r in error.remedies)
     tried = 0
     for remedy in error.remedies:
@@ -65,7 +73,7 @@ def test_remedies_are_ranked_and_each_fits_as_it_says() -> None:
 
 def test_smaller_calls_fit_as_they_say() -> None:
     model, sample = language_model(), tokens(rows=8)
-    budget = just_below_floor(model, tokens(rows=4))
+    budget, _ = refusal_below_the_floor()
     changes = {r.change: r for r in refused(model, sample, budget).remedies}
     batch = next(re.fullmatch(r"batches of (\d+) of 8, accumulate=True", c) for c in changes if "batches" in c)
     length = next(re.fullmatch(r"a length of (\d+) instead of 64", c) for c in changes if "length" in c)
@@ -78,8 +86,8 @@ def test_smaller_calls_fit_as_they_say() -> None:
 
 def test_a_cache_that_is_returned_need_not_be() -> None:
     model, sample = language_model(), tokens()
-    budget = just_below_floor(model, sample)
-    remedy = next(r for r in refused(model, sample, budget).remedies if r.change == "the argument use_cache=False")
+    budget, refusal = refusal_below_the_floor()
+    remedy = next(r for r in refusal.remedies if r.change == "the argument use_cache=False")
     uncached = memplan.plan(model, {**sample, "use_cache": False}, budget, **SETTINGS)
     assert uncached.peak_bytes == remedy.peak_bytes <= budget
     error = refused(model, {**sample, "use_cache": False}, 10_000)

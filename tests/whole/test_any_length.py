@@ -110,9 +110,7 @@ def captures(net: nn.Module) -> int:
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", quickly(("gpt2", "llama", "bert", "t5", "handmade", "resnet50"), "gpt2", "t5", "handmade")
-)
+@pytest.mark.parametrize("name", quickly(("gpt2", "llama", "bert", "t5", "handmade", "resnet50"), "gpt2", "handmade"))
 def test_a_capture_for_all_sizes_is_that_of_each_size(name: str) -> None:
     net, sample = MODELS[name](0)
     dim = 0 if name in ("handmade", "resnet50") else 1
@@ -131,6 +129,7 @@ def test_a_capture_for_all_sizes_is_that_of_each_size(name: str) -> None:
         assert [v.tensor for v in graph.values] == [v.tensor for v in exact.traced.graph.values]
 
 
+@pytest.mark.slow
 def test_peaks_at_all_sizes_are_those_of_the_accountant() -> None:
     net, sample = MODELS["gpt2"](0)
     net = train_at(net, [sample, with_size(sample, 1, 64, 40)], PLENTY)

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import memplan
 from tests.capture.test_islands import Writes
 from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.parameters import quickly
 from tests.support.zoo import Sample, assert_same_bits, call, run_steps
 
 pytestmark = [
-    pytest.mark.slow,  # two of them have failed once beside other files, for a reason that is not known yet
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo asks for it
     pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks"),
 ]
@@ -199,7 +199,10 @@ def states_bytes(plan: memplan.Plan) -> int:
     return torch.get_rng_state().nbytes * sum(1 if count == "it" else int(count) for count in layers)
 
 
-@pytest.mark.parametrize("name", OPAQUE)
+LONG = ("llama_with_compiled_layers", "lstm_with_ctc", "gru_with_ctc")
+
+
+@pytest.mark.parametrize("name", quickly(OPAQUE, *(name for name in OPAQUE if name not in LONG)))
 def test_two_steps_at_the_floor_and_half_way(name: str, caplog: pytest.LogCaptureFixture) -> None:
     budget: Any = "min"
     for _ in range(2):
@@ -212,4 +215,5 @@ def test_two_steps_at_the_floor_and_half_way(name: str, caplog: pytest.LogCaptur
         assert_same_bits(run_steps(plain, sample, 2), run_steps(planned, sample, 2))
         assert peak_of(planned, sample) <= plan.peak_bytes + states_bytes(plan) + NUMBERS_BYTES
         budget = (plan.peak_bytes + plan.baseline_peak_bytes) // 2
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert not [message for message in warnings if "machine was busy" not in message]
