@@ -210,7 +210,7 @@ def with_several_lengths() -> str | None:
 
 CELLS = {
     "units": Cell(functools.partial(compare, units)),
-    "mixed precision": Cell(functools.partial(compare, functools.partial(units, mp_policy=BF16))),
+    "mixed precision": Cell(functools.partial(compare, functools.partial(units, mp_policy=BF16)), full=True),
     "frozen": Cell(functools.partial(compare, frozen), full=True),
     "half a group": Cell(functools.partial(compare, half_a_group), full=True),
     "several dtypes": Cell(functools.partial(compare, of_several_dtypes), full=True),
@@ -221,10 +221,10 @@ CELLS = {
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks in mixed precision": Cell(functools.partial(peaks, functools.partial(units, mp_policy=BF16)), full=True),
     "plans come and go": Cell(plans_come_and_go, full=True),
-    "not reached": Cell(not_reached),
+    "not reached": Cell(not_reached, full=True),
     "in flight": Cell(in_flight),
     "switched before backward": Cell(switched_before_backward),
-    "lengths": Cell(with_several_lengths),
+    "lengths": Cell(with_several_lengths, full=True),
 }
 CELLS |= {
     f"{kind}, {way}": Cell(

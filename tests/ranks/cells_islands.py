@@ -150,8 +150,9 @@ def plans_alone() -> str | None:
 
 
 CELLS = {
-    **{f"islands: {how}": Cell(functools.partial(compare_sharded, how)) for how in ("units", "units bf16")},
+    "islands: units": Cell(functools.partial(compare_sharded, "units")),
+    "islands: units bf16": Cell(functools.partial(compare_sharded, "units bf16"), full=True),
     **{f"islands: {how}": Cell(functools.partial(compare_in_group, how)) for how in ("group", "gathers")},
     "islands: one rank plans alone": Cell(plans_alone),
-    "islands: units of several lengths": Cell(functools.partial(compare_in_group, "units")),
+    "islands: units of several lengths": Cell(functools.partial(compare_in_group, "units"), full=True),
 }
