@@ -283,17 +283,6 @@ class StepChoice:
             step = self._agreed(call, self.agreement, planned)
         return step.plan_for(call) if isinstance(step, PlannedStep) else step.plan
 
-    def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
-        """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
-
-        None where no backward has.
-        """
-        call = self.reader.read_sample(sample)
-        plans = [step.plan_for(call) for step in self.known.whole() if step.mismatch(call) is None]
-        counts = [len(plan.problem.graph.tangents) for plan in plans]
-        fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
-        return min(fewer, default=None)
-
     def _why_no_room(self) -> str | None:
         """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""
         if not self._held.extra_bytes:
