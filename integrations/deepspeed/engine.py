@@ -14,7 +14,7 @@ import memplan
 
 from .memory import DeviceMemory, memory_of, needs_of
 from .pipeline import apply_to_stage
-from .refusals import refuse, strip_checkpointing
+from .refusals import refuse
 from .section import MemplanConfig, RankBudget
 from .watch import Watch
 from .zero3 import apply_sharded
@@ -66,7 +66,6 @@ def plan_engine(
 ) -> Watch:
     """`attach`, with a section that was read already. The watch ends by itself once it has told everything."""
     refuse(engine)
-    strip_checkpointing(engine.module)
     watch = Watch(engine, section, memory or memory_of(engine.device), apply_plan)
     watch.begin(sample)
     return watch
