@@ -30,7 +30,7 @@ from memplan.integrations.deepspeed.watch import Line, merged  # noqa: E402
 
 FULL = {
     "enabled": True, "budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", 7_000],
-    "reserve_fraction": 0.1, "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": [7, "9GiB"],
+    "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": [7, "9GiB"],
     "preset": "rotor", "costs": "estimate", "kernels": "fused", "random": "counter",
     "on_mismatch": "raise", "on_oom": "replan",
 }  # fmt: skip
@@ -76,8 +76,6 @@ def test_what_is_left_out_or_null_is_automatic(source: Any) -> None:
         ({"per_rank": ["1GiB"]}, "per_rank must be budgets by global rank"),
         ({"per_stage": "1GiB"}, "per_stage must be a list"),
         ({"per_stage": ["1GiB", None]}, r"per_stage\[1\] must be"),
-        ({"reserve_fraction": 1}, r"reserve_fraction must be a number in \[0, 1\)"),
-        ({"reserve_fraction": "5%"}, "reserve_fraction must be a number"),
         ({"host_budget": 0.5}, "host_budget must be a number of bytes"),
         ({"host_per_rank": {"0": 0.5}}, "host_per_rank.0 must be a number of bytes"),
         ({"host_per_rank": {"first": 1}}, "host_per_rank has 'first'"),
