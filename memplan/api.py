@@ -15,7 +15,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.capturable import model_device
 from memplan.capture.shards import Shards
-from memplan.capture.trace.call import CallReader, Sample
+from memplan.capture.trace.call import Sample
 from memplan.config import ConfigLike
 from memplan.errors import Refused, or_raise
 from memplan.installed.checkpointing import checkpointing_off
@@ -212,9 +212,7 @@ def apply(
             # 3. A planner makes the first step, which the planned model will find among those that it chooses from.
             planner = Planner(model, original, settings, grouped=group is not None)
             planner.check_optimizer()
-            reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
-            alone = shards is None
-            planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
+            planned = PlannedForward(planner, on_mismatch, on_oom, agreement)
             planner.limits.recall(planner.placement.device)
             planner.limits.keeps_written = on_oom == "replan"
             make = None if sample is None else functools.partial(_first_step, planner, sample, plan)

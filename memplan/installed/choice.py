@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from torch import nn
-
 from memplan.capture.ops.sizes import Varying
-from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.installed.known_steps import KnownSteps, Mismatches
@@ -41,7 +39,7 @@ class StepChoice:
     - known: the steps that there are.
     - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
-    - alone: plans may change without asking other ranks.
+    - alone: plans may change without asking other ranks; no parameters are sharded.
     - takes_any_size: one plan may serve calls of many sizes, else each size is planned by itself.
     - aside: gives a context in which the model's own forward is in place.
     - attend: called with every new step before it is used.
@@ -49,20 +47,16 @@ class StepChoice:
 
     def __init__(
         self,
-        model: nn.Module,
-        original: Forward,
         planner: Planner,
-        reader: CallReader,
         on_mismatch: OnMismatch,
         agreement: Agreement | None,
-        alone: bool,
         aside: Callable[[], contextlib.AbstractContextManager[object]],
         attend: Callable[[ServingStep], None],
     ) -> None:
-        self.model, self.original, self.planner, self.reader = model, original, planner, reader
-        self.on_mismatch: OnMismatch = on_mismatch if alone or agreement else "raise"
-        self.agreement, self.alone = agreement, alone
-        self._held = HeldGradients(model, ())
+        self.model, self.planner, self.reader = planner.model, planner, CallReader(planner.capturing.run)
+        self.agreement, self.alone = agreement, planner.settings.shards is None
+        self.on_mismatch: OnMismatch = on_mismatch if self.alone or agreement else "raise"
+        self._held = HeldGradients(self.model, ())
         self.known = KnownSteps(planner.limits, self._held)
         self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
@@ -179,7 +173,7 @@ class StepChoice:
             step = plan() if unsteady is None else self._without(unsteady, plan)
             if isinstance(step, NothingToTrain) and self.alone:
                 log.info("calls like this one run unplanned, because %s", step)
-                step = EagerStep.of(self.model, self.original, call, call.device_type)
+                step = EagerStep.of(self.model, self.planner.forward, call, call.device_type)
             if isinstance(step, BudgetInfeasible) and next(self.known.of_same_kind(call, mismatches), None):
                 return step.saying(" (memplan.longest_sequence finds the longest that fits)")
             return step if isinstance(step, Refused) else self.add(step, time.monotonic() - began_s)
