@@ -15,9 +15,9 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.capturable import model_device
 from memplan.capture.shards import Shards
-from memplan.capture.trace.call import CallReader, Sample
+from memplan.capture.trace.call import Sample
 from memplan.config import ConfigLike
-from memplan.errors import BudgetInfeasible, Refused, or_raise
+from memplan.errors import Refused, or_raise
 from memplan.installed.checkpointing import checkpointing_off
 from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
@@ -40,7 +40,6 @@ from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.torch_private import pytree
-from memplan.units import format_bytes
 
 
 def apply(
@@ -199,7 +198,6 @@ def apply(
         model = aside.enter_context(_compiled_aside(given, settings.kernels))
         refuse_without_forward(model)
         before = planned_forward(model)
-        less_bytes = None if before is None or sample is None else before.choice.floor_of_fewer_outputs(sample)
         with _plan_set_aside(model) as original:
             agreement = None if group is None else Agreement(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
@@ -214,12 +212,10 @@ def apply(
             # 3. A planner makes the first step, which the planned model will find among those that it chooses from.
             planner = Planner(model, original, settings, grouped=group is not None)
             planner.check_optimizer()
-            reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
-            alone = shards is None
-            planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
+            planned = PlannedForward(planner, on_mismatch, on_oom, agreement)
             planner.limits.recall(planner.placement.device)
             planner.limits.keeps_written = on_oom == "replan"
-            make = None if sample is None else functools.partial(_first_step, planner, sample, plan, less_bytes)
+            make = None if sample is None else functools.partial(_first_step, planner, sample, plan)
             if agreement is not None:
                 step = agreement.step(lambda: None, make)
             else:
@@ -242,23 +238,12 @@ def apply(
     return given
 
 
-def _first_step(
-    planner: Planner, sample: Sample, plan: Plan | None, less_bytes: int | None, share: Share | None = None
-) -> ServingStep:
-    """The step for the sample. plan: which it runs; less_bytes: the floor of the plan before, for fewer outputs."""
+def _first_step(planner: Planner, sample: Sample, plan: Plan | None, share: Share | None = None) -> ServingStep:
+    """The step for the sample. plan: which it runs."""
     with planner.tracing():
         if plan is not None:
             return or_raise(planner.adopt(sample, plan))
-        try:
-            return step_or_raise(planner.step(sample, share=share))
-        except BudgetInfeasible as error:
-            if less_bytes is None or less_bytes >= error.floor_bytes:
-                raise
-            raise error.saying(
-                "\nThe present plan, for the outputs from which backward started, could do with "
-                f"{format_bytes(less_bytes)} ({less_bytes} bytes). apply() plans for every output that requires grad; "
-                "loss_fn= says which count"
-            ) from None
+        return step_or_raise(planner.step(sample, share=share))
 
 
 def _refuse_combinations(

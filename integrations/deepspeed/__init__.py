@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from .engine import attach as attach
 from .engine import initialize as initialize
-from .memory import DeviceMemory as DeviceMemory
 from .section import MemplanConfig as MemplanConfig
 
 if TYPE_CHECKING:
     from .trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
 
-__all__ = ["DeviceMemory", "MemplanConfig", "MemplanDeepSpeedCallback", "attach", "initialize"]
+__all__ = ["MemplanConfig", "MemplanDeepSpeedCallback", "attach", "initialize"]
 
 
 def __getattr__(name: str) -> Any:

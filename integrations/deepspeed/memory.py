@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine holds on a rank's device beside the step itself, and what that device has free."""
+"""What a DeepSpeed engine holds on a rank's device beside the step itself."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import copy
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -20,28 +19,6 @@ log = logging.getLogger("memplan")
 
 _SCALARS = 16  # scaled losses, norms and flags that an engine has around a step
 _DENSE_BUCKET_NUMEL = 500_000_000  # gradients that the engine reduces together without ZeRO
-
-
-class DeviceMemory(Protocol):
-    """Tells how many bytes a rank could still allocate on its device."""
-
-    def free_bytes(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CudaMemory:
-    """Free memory of a GPU, and what PyTorch's allocator keeps of it without using it."""
-
-    device: torch.device
-
-    def free_bytes(self) -> int:
-        free_bytes, _ = torch.cuda.mem_get_info(self.device)
-        return free_bytes + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-
-
-def memory_of(device: torch.device) -> DeviceMemory | None:
-    """The memory of a device; None for a CPU, which shares its memory with everything else on the machine."""
-    return CudaMemory(device) if device.type == "cuda" else None
 
 
 class Needs(NamedTuple):

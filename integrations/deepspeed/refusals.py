@@ -1,9 +1,8 @@
-"""What a plan can't be combined with in an engine: refused with the reason and the fix, or switched off with a line."""
+"""What a plan can't be combined with in an engine: refused with the reason and the fix."""
 
 from __future__ import annotations
 
 import inspect
-import logging
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +11,6 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
-
-log = logging.getLogger("memplan")
 
 _CHECKPOINTS = ("checkpoint", "non_reentrant_checkpoint")
 
@@ -58,29 +55,6 @@ def refuse(engine: DeepSpeedEngine) -> None:
                 f"{name or 'the model'} ({type(module).__name__}) runs layers through deepspeed.checkpointing, which "
                 "decides what is recomputed; that is what the plan does. Call the layers directly"
             )
-
-
-def strip_checkpointing(model: nn.Module) -> None:
-    """Switch off gradient checkpointing of models in transformers. Raises ValueError where it stays on."""
-    on = _checkpointing_modules(model)
-    for module in model.modules() if on else ():
-        older = getattr(module, "gradient_checkpointing_disable", None)
-        disable = getattr(module, "activation_checkpointing_disable", older)
-        if callable(disable):
-            disable()
-    left = _checkpointing_modules(model)
-    if left:
-        raise ValueError(
-            f"gradient checkpointing is on in {left[0]} and can't be switched off by gradient_checkpointing_disable(): "
-            "it decides what is recomputed, which is what the plan does. Set its gradient_checkpointing to False"
-        )
-    if on:
-        log.info("gradient checkpointing is switched off, for the plan decides what is recomputed")
-
-
-def _checkpointing_modules(model: nn.Module) -> list[str]:
-    modules = model.named_modules()
-    return [name or type(m).__name__ for name, m in modules if getattr(m, "gradient_checkpointing", False) is True]
 
 
 def _checkpoints(module: nn.Module) -> bool:

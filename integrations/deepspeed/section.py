@@ -25,11 +25,10 @@ class MemplanConfig:
 
     - enabled: False leaves the engine as it is.
     - budget: the most bytes that a rank may hold on its device, everything included: parameters, gradients, optimizer
-      state, DeepSpeed's buffers, activations. An int, "70GiB", or a fraction of the unplanned peak.
+      state, DeepSpeed's buffers, activations. An int, "70GiB", or a fraction of the unplanned peak. Without any budget
+      it is what the device has room for, as for `memplan.apply`.
     - per_rank: budgets of single ranks, by global rank. They override per_stage, which overrides budget.
     - per_stage: a budget for each pipeline stage, the first stage first.
-    - reserve_fraction: where no budget is given, the budget is what the device has free once the first step is over,
-      less this share of it.
     - host_budget: pinned host memory to which activations of a rank may be offloaded, under any ZeRO stage. In a
       pipeline it is for all microbatches in flight. What DeepSpeed itself has on the host (offload_optimizer,
       offload_param) is not in it. Without it nothing is offloaded.
@@ -42,7 +41,6 @@ class MemplanConfig:
     budget: RankBudget | None = None
     per_rank: Mapping[int, RankBudget] = field(default_factory=dict)
     per_stage: tuple[RankBudget, ...] = ()
-    reserve_fraction: float = 0.05
     host_budget: HostBudget | None = None
     host_per_rank: Mapping[int, HostBudget] = field(default_factory=dict)
     host_per_stage: tuple[HostBudget, ...] = ()
@@ -77,7 +75,7 @@ class MemplanConfig:
         return MemplanConfig(**{key: _READERS[key](key, value) for key, value in given.items()})
 
     def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> RankBudget | None:
-        """The budget of a global rank in a pipeline stage; None where it is to be measured.
+        """The budget of a global rank in a pipeline stage; None where it is what the device has room for.
 
         Raises ValueError where the section names a rank that is not there, or another number of stages.
         """
@@ -137,12 +135,6 @@ def _bytes(key: str, value: object) -> int | str:
     return value
 
 
-def _share(key: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise ValueError(f'"memplan": {key} must be a number in [0, 1), got {value!r}')
-    return float(value)
-
-
 def _per_rank(read: Callable[[str, object], _Some]) -> Callable[[str, object], dict[int, _Some]]:
     def read_all(key: str, value: object) -> dict[int, _Some]:
         if not isinstance(value, Mapping):
@@ -186,7 +178,6 @@ _READERS: dict[str, Any] = {
     "budget": _budget,
     "per_rank": _per_rank(_budget),
     "per_stage": _per_stage(_budget),
-    "reserve_fraction": _share,
     "host_budget": _bytes,
     "host_per_rank": _per_rank(_bytes),
     "host_per_stage": _per_stage(_bytes),

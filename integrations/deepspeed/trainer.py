@@ -16,7 +16,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 import memplan
 
 from .engine import engine_config, plan_engine
-from .memory import DeviceMemory
 from .section import MemplanConfig
 from .watch import Watch
 
@@ -27,13 +26,12 @@ class MemplanDeepSpeedCallback(TrainerCallback):
     The plan is on the model while `trainer.train()` runs, and is taken off when that ends; `plan` still has it then.
 
     - trainer: the Trainer that the callback is added to. It makes its engine when training begins.
-    - memory: as for `attach`.
 
     Raises ValueError when training begins, for what `attach` refuses and for a Trainer without DeepSpeed.
     """
 
-    def __init__(self, trainer: Trainer, *, memory: DeviceMemory | None = None) -> None:
-        self._trainer, self._memory = weakref.ref(trainer), memory
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = weakref.ref(trainer)
         self._engine: DeepSpeedEngine | None = None
         self._watch: Watch | None = None
         self._plan: memplan.Plan | None = None
@@ -57,7 +55,7 @@ class MemplanDeepSpeedCallback(TrainerCallback):
         section = MemplanConfig.of(engine_config(engine))
         if section.enabled:
             engine.module.train()  # as the Trainer does before each step: the plan is one of training
-            self._watch = plan_engine(engine, section, memory=self._memory)
+            self._watch = plan_engine(engine, section)
             self._engine = engine
 
     def on_train_end(

@@ -1,4 +1,4 @@
-"""Runs beside the calls of an engine's module: measures a budget that is not given, and reports plans and peaks.
+"""Runs beside the calls of an engine's module, and reports plans and peaks.
 
 Rank 0 logs one line for each stage and budget. Ranks leave their lines in the store of the process group. Rank 0 looks
 there before each of its steps until it has them all. No rank waits for another, so a pipeline can't hang because of its
@@ -7,73 +7,39 @@ log.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from itertools import count
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.distributed import distributed_c10d
 
 import memplan
 
-from .memory import DeviceMemory, held_bytes_of
-from .section import MemplanConfig
+from .memory import held_bytes_of
 
 log = logging.getLogger("memplan")
 
 
 class Watch:
-    """Plans an engine, at once or once its first step is over, and leaves two lines about the plan for rank 0 to log.
+    """Leaves two lines about the plan of an engine for rank 0 to log. Its hooks on the module end once both are logged.
 
-    Its hooks on the module are removed once both are logged. apply_plan: plans an engine for a sample and a budget.
-    Raises ValueError where the section names no budget for this rank, and the memory is not known.
+    stage: of the pipeline that the engine is.
     """
 
-    def __init__(
-        self,
-        engine: DeepSpeedEngine,
-        section: MemplanConfig,
-        memory: DeviceMemory | None,
-        apply_plan: Callable[..., None],
-    ) -> None:
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        stage, stages = (engine.stage_id, engine.num_stages) if isinstance(engine, PipelineEngine) else (0, 1)
-        self._stage: int = stage
-        self._budget = section.budget_of(rank, ranks, self._stage, stages)
-        peers = torch.distributed.get_process_group_ranks(engine.data_parallel_group)
-        measured = [section.budget_of(peer, ranks, self._stage, stages) is None for peer in peers]
-        self._all_measure, self._waits = all(measured), any(measured)
-        if self._budget is None and memory is None:
-            raise ValueError(
-                f'"memplan": there is no budget for rank {rank}, and what a {engine.device.type} has free is not '
-                'measured. Give "budget", "per_stage" or "per_rank" in the section'
-            )
-        self._engine, self._memory = engine, memory
-        self._reserve_fraction = section.reserve_fraction
-        host_budget = section.host_budget_of(rank, ranks, self._stage, stages)
-        self._apply_plan = functools.partial(apply_plan, host_budget=host_budget, **section.apply_keywords())
-        self._planned = False
-        self._first_step: int = engine.global_steps
+    def __init__(self, engine: DeepSpeedEngine, stage: int) -> None:
+        self._engine, self._stage = engine, stage
         self._before_bytes: int | None = None  # held when the first planned step began
         self._without_state = ""
         self._posted: set[str] = set()
         self._board = Board()
         self._hooks: list[Any] = []
 
-    def begin(self, sample: Any = None) -> None:
-        """Plan now, where the budgets of all ranks that share gradients are known.
-
-        These ranks plan together, because a step with a plan hands its gradients over in another order than one
-        without.
-        """
-        if not self._waits:
-            self._plan(sample)
+    def begin(self) -> None:
         # Functions, and not methods: a copy of the module keeps them as they are.
         self._hooks = [
             self._engine.module.register_forward_pre_hook(lambda _, *inputs: self._before(inputs), with_kwargs=True),
@@ -89,33 +55,11 @@ class Watch:
     def _before(self, inputs: object) -> None:
         if not (self._engine.module.training and torch.is_grad_enabled()):
             return
-        if not self._planned and self._engine.global_steps > self._first_step:
-            if self._budget is None:
-                self._budget = self._measured(inputs)
-            self._plan(None)  # holds from the next call on
         self._tell()
-        if self._before_bytes is None and self._planned:
+        if self._before_bytes is None:
             self._before_bytes = held_bytes_of(self._engine, inputs)
             stateless = self._engine.basic_optimizer is not None and not self._engine.basic_optimizer.state
             self._without_state = ", when the optimizer had no state yet" if stateless else ""
-
-    def _plan(self, sample: Any) -> None:
-        assert self._budget is not None
-        self._apply_plan(self._engine, sample, self._budget)
-        self._planned = True
-
-    def _measured(self, inputs: object) -> int:
-        """A budget from the device's memory: what is free, less the reserve, and what the engine holds already.
-
-        Where all ranks that share gradients measure, they take the least of their budgets, because their plans should
-        be alike.
-        """
-        assert self._memory is not None
-        free_bytes = int(self._memory.free_bytes() * (1 - self._reserve_fraction))
-        budget = torch.tensor(free_bytes + held_bytes_of(self._engine, inputs), device=self._engine.device)
-        if self._all_measure:
-            torch.distributed.all_reduce(budget, torch.distributed.ReduceOp.MIN, self._engine.data_parallel_group)
-        return int(budget)
 
     # -- what is told -----------------------------------------------------------------------------------------------
 

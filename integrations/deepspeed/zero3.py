@@ -40,7 +40,7 @@ _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")  # those of autograd that its hooks p
 def apply_sharded(
     engine: Any,
     sample: Any,
-    budget: int | float | str | memplan.Budget,
+    budget: int | float | str | memplan.Budget | None,
     *,
     gather_speed: memplan.GatherSpeed | None = None,
     **apply_keywords: Any,

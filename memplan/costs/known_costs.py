@@ -58,12 +58,12 @@ class OpFacts:
 class KnownCosts:
     """Facts of ops on one device.
 
-    - name: of their file; None where they are not kept.
+    - name: of their file.
     - entered: ops that this process has measured since it read the file.
     """
 
-    name: str | None = None
-    facts: dict[str, OpFacts] = field(default_factory=dict)
+    name: str
+    facts: dict[str, OpFacts]
     entered: set[str] = field(default_factory=set)
 
     @staticmethod
@@ -102,8 +102,6 @@ class KnownCosts:
 
     def save(self) -> None:
         """Add what was entered to the file, beside what other processes have added since it was read."""
-        if self.name is None:
-            return
         with only_writer(self.name):
             merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
             entries = dict[str, list[object]]()

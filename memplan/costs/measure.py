@@ -23,7 +23,6 @@ def measure(
     traced: Traced,
     resident: StateOf,
     budget_bytes: int | None = None,
-    use_cache: bool = True,
     quick: bool = False,
     network: NetworkSpeed | None = None,
 ) -> Costs:
@@ -31,7 +30,6 @@ def measure(
 
     - resident: gives the real parameters, buffers and inputs.
     - budget_bytes: kept while ops are timed, as far as the largest op fits it with everything resident.
-    - use_cache: reads known figures from disk, and saves new ones there.
     - quick: ops that are not known run once, and are not saved. Their seconds are rough then, their scratch bytes are
       not.
     - network: of collectives, which never run here: one rank alone would wait for the others.
@@ -41,7 +39,7 @@ def measure(
     Raises BudgetInfeasible where the device has no room for an op, a Refusal where real results differ from traced
     ones, or an op that may run again gives other bits then. Of results that could not be traced nothing is found.
     """
-    known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
+    known = KnownCosts.read(traced.device)
     known.facts |= facts_without_runs(traced, network)
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
     missing = sorted(index for key, index in distinct.items() if known.wants(key, quick))

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -99,20 +99,6 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
     if measured and _is_of_torch(optimizer):
         return example.timed_s() / example.size_bytes
     return example.traffic_bytes() / example.size_bytes / Roofline().bytes_per_s
-
-
-def fused_host_update_s_per_byte(optimizer: torch.optim.Optimizer) -> float | None:
-    """Measured seconds that the CPU would take to update a byte if the optimizer were made with `fused=True`.
-
-    None where it was made so, or can't be.
-    """
-    example = _Example.of(optimizer)
-    if example is None or not _is_of_torch(optimizer) or example.group.get("fused", True):
-        return None
-    if example.group.get("differentiable") or not example.dtype.is_floating_point:
-        return None
-    fused = replace(example, group={**example.group, "fused": True, "foreach": False})
-    return fused.timed_s() / fused.size_bytes
 
 
 def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:

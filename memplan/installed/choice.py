@@ -8,10 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-from torch import nn
-
 from memplan.capture.ops.sizes import Varying
-from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.installed.known_steps import KnownSteps, Mismatches
@@ -41,7 +39,7 @@ class StepChoice:
     - known: the steps that there are.
     - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
-    - alone: plans may change without asking other ranks.
+    - alone: plans may change without asking other ranks; no parameters are sharded.
     - takes_any_size: one plan may serve calls of many sizes, else each size is planned by itself.
     - aside: gives a context in which the model's own forward is in place.
     - attend: called with every new step before it is used.
@@ -49,20 +47,16 @@ class StepChoice:
 
     def __init__(
         self,
-        model: nn.Module,
-        original: Forward,
         planner: Planner,
-        reader: CallReader,
         on_mismatch: OnMismatch,
         agreement: Agreement | None,
-        alone: bool,
         aside: Callable[[], contextlib.AbstractContextManager[object]],
         attend: Callable[[ServingStep], None],
     ) -> None:
-        self.model, self.original, self.planner, self.reader = model, original, planner, reader
-        self.on_mismatch: OnMismatch = on_mismatch if alone or agreement else "raise"
-        self.agreement, self.alone = agreement, alone
-        self._held = HeldGradients(model, ())
+        self.model, self.planner, self.reader = planner.model, planner, CallReader(planner.capturing.run)
+        self.agreement, self.alone = agreement, planner.settings.shards is None
+        self.on_mismatch: OnMismatch = on_mismatch if self.alone or agreement else "raise"
+        self._held = HeldGradients(self.model, ())
         self.known = KnownSteps(planner.limits, self._held)
         self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
@@ -179,9 +173,9 @@ class StepChoice:
             step = plan() if unsteady is None else self._without(unsteady, plan)
             if isinstance(step, NothingToTrain) and self.alone:
                 log.info("calls like this one run unplanned, because %s", step)
-                step = EagerStep.of(self.model, self.original, call, call.device_type)
-            if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
-                return step.saying(f". {longest}")
+                step = EagerStep.of(self.model, self.planner.forward, call, call.device_type)
+            if isinstance(step, BudgetInfeasible) and next(self.known.of_same_kind(call, mismatches), None):
+                return step.saying(" (memplan.longest_sequence finds the longest that fits)")
             return step if isinstance(step, Refused) else self.add(step, time.monotonic() - began_s)
 
     def _look_for_unsteady(self, call: Call) -> str | None:
@@ -240,21 +234,6 @@ class StepChoice:
         like, varying = self.known.of_other_size(call) if self.takes_any_size else (None, Varying())
         return self.planner.step(call, known, share, like, varying)
 
-    def _longest(self, call: Call, mismatches: Mismatches) -> str | None:
-        """A sentence that says which size of such a call fits the budget; None where that is not known."""
-        limit_bytes, found = self.planner.limits.budget_bytes, None
-        for step in () if limit_bytes is None else self.known.of_same_kind(call, mismatches):
-            assert step.sized is not None
-            assert limit_bytes is not None
-            longest = step.sized.longest_within(step.numbers(call), limit_bytes)
-            found = max((n for n in (found, longest) if n is not None), default=None)
-            sizes = step.capture.traced.sizes
-        if found is None or sizes is None:
-            return None
-        shapes = [shape for shape, _ in sizes.layouts(found)]
-        varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
-        return f"Of calls of other sizes, the longest that fits has {', '.join(varying)}"
-
     def in_place_of(self, before: ServingStep, after: ServingStep) -> ServingStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
 
@@ -297,17 +276,6 @@ class StepChoice:
         else:
             step = self._agreed(call, self.agreement, planned)
         return step.plan_for(call) if isinstance(step, PlannedStep) else step.plan
-
-    def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
-        """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
-
-        None where no backward has.
-        """
-        call = self.reader.read_sample(sample)
-        plans = [step.plan_for(call) for step in self.known.whole() if step.mismatch(call) is None]
-        counts = [len(plan.problem.graph.tangents) for plan in plans]
-        fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
-        return min(fewer, default=None)
 
     def _why_no_room(self) -> str | None:
         """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""

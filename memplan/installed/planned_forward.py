@@ -16,7 +16,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.shards import Shards
-from memplan.capture.trace.call import Call, CallReader, Forward
+from memplan.capture.trace.call import Call, Forward
 from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.passes import UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
@@ -27,7 +27,6 @@ from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.execute import may_run_again
-from memplan.runtime.program.program import Program
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement
 from memplan.runtime.trial.one_forward import ForwardFails
@@ -39,35 +38,25 @@ class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
 
     - original: the forward that was there before.
-    - reader, agreement, alone: see `StepChoice`. on_mismatch, on_oom: as for `memplan.apply`.
+    - agreement: see `StepChoice`. on_mismatch, on_oom: as for `memplan.apply`.
     - choice: which step serves a call. recovery: what it takes to go on where a step can't.
     - passes: calls that run without a plan.
     - undo: what else to call when the plan is taken off.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        original: Forward,
-        planner: Planner,
-        reader: CallReader,
-        on_mismatch: OnMismatch = "replan",
-        on_oom: OnOutOfMemory = "raise",
-        agreement: Agreement | None = None,
-        alone: bool = True,
+        self, planner: Planner, on_mismatch: OnMismatch, on_oom: OnOutOfMemory, agreement: Agreement | None
     ) -> None:
-        self.model, self.original, self._planner = model, original, planner
-        self.choice = StepChoice(
-            model, original, planner, reader, on_mismatch, agreement, alone, self.stepping_aside, self._attend
-        )
+        self.model, self.original, self._planner = planner.model, planner.forward, planner
+        self.choice = StepChoice(planner, on_mismatch, agreement, self.stepping_aside, self._attend)
         self.recovery = Recovery(self.choice, on_oom)
-        self.passes = UnplannedPasses(model, planner.limits, planner.placement, self.choice.voice)
+        self.passes = UnplannedPasses(self.model, planner.limits, planner.placement, self.choice.voice)
         self.undo: list[Callable[[], None]] = []
-        self._training = model.training
-        self._own_attribute = "forward" in vars(model)
+        self._training = self.model.training
+        self._own_attribute = "forward" in vars(self.model)
         self._is_set_aside = False  # the model's own forward is wanted
         self._lock = threading.RLock()  # held by the thread that calls it, for planning exchanges parts of the model
-        functools.update_wrapper(self, original)
+        functools.update_wrapper(self, self.original)
 
     @property
     def steps(self) -> list[ServingStep]:
@@ -171,13 +160,6 @@ class PlannedForward:
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)
-
-    @property
-    def program(self) -> Program:
-        """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
-        step = self.steps[0]
-        assert isinstance(step, PlannedStep)
-        return step.runner.program
 
     def install(self) -> None:
         if vars(self.model).get("forward") is not self:

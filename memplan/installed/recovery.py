@@ -121,13 +121,6 @@ class Recovery:
         planned = self._planned_for(step, call, tangents, backward, may_vary)
         if isinstance(planned, Refused):
             raise PlanMismatch(f"{problem}. A plan for that fails, because {planned}") from planned
-        planned_bytes, needed_bytes = step.plan.floor_bytes, planned.plan.floor_bytes
-        if needed_bytes < planned_bytes:
-            log.info(
-                "such steps can do with %s (%d bytes), those that were planned with %s (%d bytes); loss_fn= "
-                "has them planned for the loss alone",
-                format_bytes(needed_bytes), needed_bytes, format_bytes(planned_bytes), planned_bytes,
-            )  # fmt: skip
         return planned
 
     def _planned_for(

@@ -101,7 +101,7 @@ class Capturing:
         call = self.call_of(sample)
 
         def left(layers: Sequence[str]) -> tuple[Any, ...]:
-            step = functools.partial(checkpointing(self._model, layers, self._run), *call.variadic, **call.arguments)
+            step = functools.partial(checkpointing(self._model, layers, self.run), *call.variadic, **call.arguments)
             return contextvars.copy_context().run(unplanned_peak, self._model, call, step).left
 
         try:
@@ -259,14 +259,14 @@ class Capturing:
         return self._placement.homed(captured)
 
     @property
-    def _run(self) -> Forward:
+    def run(self) -> Forward:
         """What a step runs: forward, or the loss function around it."""
         loss_fn = self._settings.loss_fn
         return self._forward if loss_fn is None else functools.partial(loss_fn, self._model)
 
     def call_of(self, sample: Sample | Call) -> Call:
         """The call that a sample stands for."""
-        return sample if isinstance(sample, Call) else CallReader(self._run).read_sample(sample)
+        return sample if isinstance(sample, Call) else CallReader(self.run).read_sample(sample)
 
     def _look_at_forward(
         self, sample: Sample | Call, islands: Islands, watching: contextlib.AbstractContextManager[None]
@@ -275,7 +275,7 @@ class Capturing:
 
         watching: a context that forward runs in. It sees collectives before they are made up.
         """
-        model, run, device, call = self._model, self._run, self._placement.device, self.call_of(sample)
+        model, run, device, call = self._model, self.run, self._placement.device, self.call_of(sample)
         shards = self._settings.shards
         gathering = contextlib.nullcontext() if shards is None else shards.tracing()
 

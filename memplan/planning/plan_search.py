@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from memplan.capture.capture import Capture
-from memplan.costs.optimizer import fused_host_update_s_per_byte
 from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.choosing import fastest_reserved, infeasible, no_room, plan_of_front, plan_of_residency
@@ -30,7 +29,7 @@ from memplan.solvers import Front, Progress, solve_front
 from memplan.solvers.offload.overlap import hides
 from memplan.units import format_bytes
 
-_MUCH = 0.05  # of a step, that could be saved
+_MUCH = 0.05  # of a step
 _RUNGS = 6  # schedules for calls of other sizes
 _MOST_LOWERED = 4  # searches for a plan with copies that reserves less
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
@@ -84,8 +83,11 @@ class PlanSearch:
                 staying = self._reserving(within, staying, functools.partial(search, stays=True))
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
                 chosen = staying
-        if placement.host is None:
-            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
+        update_s, time_s = chosen.problem.host_update_s, chosen.found.timeline.time_s
+        groups = [] if self._settings.optimizer is None else self._settings.optimizer.param_groups
+        if placement.host is None and update_s > _MUCH * time_s and not all(g.get("fused", True) for g in groups):
+            more = "that live on the host; with fused=True, optimizers of PyTorch take much less"
+            log.warning("of a step of %.3g s the CPU takes %.3g s to update parameters %s", time_s, update_s, more)
         placement.decide(chosen.host)
         plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
         return self._telling_of_reserved(plan, within)
@@ -216,22 +218,6 @@ class PlanSearch:
                 format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(budget_bytes),
             )  # fmt: skip
         return plan
-
-    def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
-        """Warn where a fused optimizer would update what lives on the host in much less time."""
-        slow_s, optimizer = problem.host_update_s, self._settings.optimizer
-        if optimizer is None or self._settings.costs != "measure" or slow_s <= _MUCH * time_s:
-            return
-        fused = fused_host_update_s_per_byte(optimizer)
-        if fused is None:
-            return
-        fused_s = slow_s * fused / problem.host_update_s_per_byte
-        if slow_s - fused_s > _MUCH * time_s:
-            log.warning(
-                "of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
-                "%s(..., fused=True) it takes %.3g s",
-                time_s, slow_s, type(optimizer).__name__, fused_s,
-            )  # fmt: skip
 
     def _front(self, problem: Problem) -> Front:
         """The best schedules that the configured search finds, now or in an earlier process.

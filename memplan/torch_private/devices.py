@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
@@ -152,8 +152,8 @@ def unallocated_bytes(error: BaseException) -> int:
     return 0 if found is None else int(float(found[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(found[2]))
 
 
-def wait_for_scaler_copies() -> Callable[[], None]:
-    """Let every `GradScaler` wait for copies of its scale from a GPU to the host. Gives a function that undoes that."""
+def wait_for_scaler_copies() -> None:
+    """Let every `GradScaler` wait for copies of its scale from a GPU to the host."""
     original = _MultiDeviceReplicator.get
 
     def get(replicator: Any, device: torch.device) -> torch.Tensor:
@@ -163,12 +163,7 @@ def wait_for_scaler_copies() -> Callable[[], None]:
             torch.cuda.current_stream(replicator.master.device).synchronize()
         return found
 
-    def undo() -> None:
-        if _MultiDeviceReplicator.get is get:
-            _MultiDeviceReplicator.get = original  # type: ignore[method-assign]
-
     _MultiDeviceReplicator.get = get  # type: ignore[assignment,method-assign]
-    return undo
 
 
 def blas_workspace_bytes(capability: tuple[int, int] | None = None) -> int:

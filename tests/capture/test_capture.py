@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,11 +250,11 @@ class Loss(nn.Module):
 
 
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_results_that_kernels_shrink_count_with_all_of_their_memory(name: str) -> None:
+def test_results_that_kernels_shrink_count_with_all_of_their_memory(name: str, cost_cache: Path) -> None:
     model, sample = Loss(LOSSES[name]), (torch.randn(2, 4, 6, 6), torch.ones(2, 4, 6, 6))
     _, traced = step_of(model, sample, model.forward, False)
     tensors = dict(model.named_parameters())
-    measure(traced, lambda kind, key, i: sample[i] if kind == "input" else tensors[key], use_cache=False)
+    measure(traced, lambda kind, key, i: sample[i] if kind == "input" else tensors[key])
 
 
 class Experts(nn.Module):
@@ -283,7 +284,7 @@ def test_a_wrong_fake_kernel_is_refused_before_it_does_harm(monkeypatch: pytest.
     for part in ("forward", "backward"):
         net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
         memplan.apply(net, sample, 1.0, costs="estimate", on_mismatch="raise")
-        program = getattr(planned_forward(net).program, part)
+        program = getattr(planned_forward(net).steps[0].runner.program, part)
         told = next(n for n in program.graph.nodes if n.op == "call_function" and "tanh" in str(n.target))
         traced = told.meta[TRACED]
         monkeypatch.setitem(traced.meta, "val", torch.empty(traced.meta["val"].shape).t().contiguous().t())

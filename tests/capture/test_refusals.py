@@ -613,22 +613,16 @@ class TwoHeads(nn.Module):
         return self.small(hidden), self.large(hidden).exp().log1p()
 
 
-def test_the_floor_of_a_backward_from_fewer_outputs_is_told_beside_that_of_all(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level("INFO")
+def test_a_refusal_for_several_outputs_names_the_loss_that_uses_fewer() -> None:
     net, x = TwoHeads().train(), torch.randn(64, 16)
     memplan.apply(net, x, 1.0, costs="estimate")
     floor_bytes = memplan.plan_of(net).floor_bytes
     net(x)[0].sum().backward()
     less_bytes = memplan.plan_of(net).floor_bytes
     assert less_bytes < floor_bytes
-    (told,) = [r.getMessage() for r in caplog.records if "can do with" in r.getMessage()]
-    assert f"({less_bytes} bytes)" in told and f"({floor_bytes} bytes)" in told and "loss_fn=" in told
     with pytest.raises(memplan.BudgetInfeasible, match=r"gradients of 2 outputs; with loss_fn=") as refused:
         memplan.apply(net, x, less_bytes, costs="estimate")
     assert refused.value.floor_bytes == floor_bytes
-    assert f"({less_bytes} bytes)" in str(refused.value) and f"({floor_bytes} bytes)" in str(refused.value)
     memplan.apply(net, x, floor_bytes, costs="estimate")
     net = TwoHeads().train()
     with_loss: Any = {"loss_fn": lambda model, x: model(x)[0].sum(), "costs": "estimate"}

@@ -54,7 +54,7 @@ def test_an_exception_inside_the_step_leaves_the_model_usable(phase: str, error:
     plain, planned, sample = pair()
     keys = list(planned.state_dict())
     parameters = {n: id(p) for n, p in planned.named_parameters()}
-    mend = sabotage(getattr(planned_forward(planned).program, phase), error)
+    mend = sabotage(getattr(planned_forward(planned).steps[0].runner.program, phase), error)
     with pytest.raises(error):
         planned(sample).backward()
     mend()

@@ -25,12 +25,12 @@ from deepspeed.runtime.activation_checkpointing import checkpointing  # noqa: E4
 
 from memplan.integrations.deepspeed import MemplanConfig, attach  # noqa: E402
 from memplan.integrations.deepspeed.memory import storage_bytes  # noqa: E402
-from memplan.integrations.deepspeed.refusals import _checkpoints, strip_checkpointing  # noqa: E402
+from memplan.integrations.deepspeed.refusals import _checkpoints  # noqa: E402
 from memplan.integrations.deepspeed.watch import Line, merged  # noqa: E402
 
 FULL = {
     "enabled": True, "budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", 7_000],
-    "reserve_fraction": 0.1, "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": [7, "9GiB"],
+    "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": [7, "9GiB"],
     "preset": "rotor", "costs": "estimate", "kernels": "fused", "random": "counter",
     "on_mismatch": "raise", "on_oom": "replan",
 }  # fmt: skip
@@ -76,8 +76,6 @@ def test_what_is_left_out_or_null_is_automatic(source: Any) -> None:
         ({"per_rank": ["1GiB"]}, "per_rank must be budgets by global rank"),
         ({"per_stage": "1GiB"}, "per_stage must be a list"),
         ({"per_stage": ["1GiB", None]}, r"per_stage\[1\] must be"),
-        ({"reserve_fraction": 1}, r"reserve_fraction must be a number in \[0, 1\)"),
-        ({"reserve_fraction": "5%"}, "reserve_fraction must be a number"),
         ({"host_budget": 0.5}, "host_budget must be a number of bytes"),
         ({"host_per_rank": {"0": 0.5}}, "host_per_rank.0 must be a number of bytes"),
         ({"host_per_rank": {"first": 1}}, "host_per_rank has 'first'"),
@@ -175,23 +173,9 @@ def test_checkpointing_of_deepspeed_is_found(build: Callable[[], nn.Module], fou
     assert not any(map(_checkpoints, nn.Sequential(nn.Linear(2, 2), nn.Dropout()).modules()))
 
 
-def test_gradient_checkpointing_is_switched_off_where_it_can_be(caplog: pytest.LogCaptureFixture) -> None:
+def test_models_of_transformers_are_not_taken_for_such() -> None:
     pytest.importorskip("transformers")
-    caplog.set_level("INFO", "memplan")
-    model: Any = MODELS["gpt2"](0)[0]
-    assert not any(map(_checkpoints, model.modules()))
-    strip_checkpointing(model)
-    assert not caplog.records
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    strip_checkpointing(nn.ModuleDict({"inside": model}))
-    assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
-    assert [r.message for r in caplog.records] == [
-        "gradient checkpointing is switched off, for the plan decides what is recomputed"
-    ]
-    other = nn.Linear(2, 2)
-    other.gradient_checkpointing = True  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="on in 0 and can't be switched off"):
-        strip_checkpointing(nn.Sequential(other))
+    assert not any(map(_checkpoints, MODELS["gpt2"](0)[0].modules()))
 
 
 # -- what an engine holds ---------------------------------------------------------------------------------------------

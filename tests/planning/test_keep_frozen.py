@@ -361,7 +361,7 @@ def test_a_write_in_the_middle_of_backward_is_noticed() -> None:
     plain, net, sample = pair(0)
     for model in (plain, net):
         model.up[5].weight.register_hook(hook(model))
-    assert "frozen.0.weight" in planned_forward(net).program.staying  # type: ignore[union-attr]
+    assert "frozen.0.weight" in planned_forward(net).steps[0].runner.program.staying  # type: ignore[union-attr]
     net(sample).backward()
     assert copies_of(net)
     assert not any(contents.parameter is net.frozen[0].weight for contents, _ in copies_of(net))
@@ -435,7 +435,8 @@ def test_many_steps_grow_nothing() -> None:
         net.zero_grad()
         gc.collect()
         counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
-    assert len(set(counts[2:])) == 1 and len(copies_of(net)) == len(planned_forward(net).program.staying)  # type: ignore[union-attr]
+    staying = planned_forward(net).steps[0].runner.program.staying  # type: ignore[union-attr]
+    assert len(set(counts[2:])) == 1 and len(copies_of(net)) == len(staying)
     assert transfers_of(net).allocations == 1
 
 

@@ -29,7 +29,9 @@ from tests.support.zoo import MODELS, assert_same_bits, copied, loss_of, run_ste
 @pytest.mark.parametrize(
     "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("resnet50", "unet"))]
 )
-def test_capture_takes_no_memory_and_timing_stays_in_the_budget(name: str, cost_cache: Path) -> None:
+def test_capture_takes_no_memory_and_timing_stays_in_the_budget(
+    name: str, cost_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net, sample = MODELS[name](0)
     resident = [*net.parameters(), *net.buffers(), *tensors_of([sample])]
     resident_bytes = storage_bytes(resident)
@@ -39,6 +41,7 @@ def test_capture_takes_no_memory_and_timing_stays_in_the_budget(name: str, cost_
     floor_bytes = memplan.plan(net, sample, 1.0).floor_bytes
     tensors = dict([*net.named_parameters(), *net.named_buffers()])
     inputs = captured.call.tensors
+    monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(cost_cache / "of nothing"))
     meter = LiveMeter()
     meter.register(resident)
     with meter:
@@ -46,7 +49,6 @@ def test_capture_takes_no_memory_and_timing_stays_in_the_budget(name: str, cost_
             captured.traced,
             lambda kind, name, position: inputs[position] if kind == "input" else tensors[name],
             budget_bytes=floor_bytes,
-            use_cache=False,
         )
     assert meter.peak_bytes <= floor_bytes
 

@@ -197,34 +197,18 @@ def check_whole_step(setting: Setting, size: int = BATCH) -> str | None:
     return None if peak_bytes <= plan.peak_bytes else f"held {peak_bytes} bytes, predicted {plan.peak_bytes}"
 
 
-def check_measured_budget() -> str | None:
-    """Without a budget the first step runs as it is; the least that a rank has free then sets the budget."""
-
-    class Memory:
-        def free_bytes(self) -> int:
-            return 600_000 if torch.distributed.get_rank() else 400_000
-
-    from memplan.integrations.deepspeed.memory import held_bytes_of
-
-    section = {"costs": "estimate", "reserve_fraction": 0.1}
-    with engine_for(Setting(2), section, memory=Memory()) as engine:
-        step(engine, batch())
-        assert memplan.plan_of(engine.module) is None
-        x = batch()
-        expected = 360_000 + held_bytes_of(engine, x)
-        step(engine, x)
-        step(engine, x)
-        plan = memplan.plan_of(engine.module)
-    if plan is None or plan.problem.budget_bytes != expected:
-        return f"the budget is not {expected} bytes, but that of {plan}"
-    some = section | {"per_rank": {"1": "1GiB"}}  # rank 0 measures alone
-    with engine_for(Setting(2), some, memory=Memory()) as engine:
-        for _ in range(3):
+def check_no_budget(stage: int) -> str | None:
+    """Without a budget, plans hold from the first step on, in what each rank's device has room for."""
+    rooms = [400_000, 380_000] if stage < 3 else [620_000, 560_000]
+    room = rooms[torch.distributed.get_rank()]
+    with mock.patch("memplan.api.automatic_bytes", return_value=room):
+        with engine_for(Setting(stage), {"costs": "estimate"}) as engine:
             step(engine, batch())
-        plan = memplan.plan_of(engine.module)
-    if plan is None or (plan.problem.budget_bytes == 1 << 30) != (torch.distributed.get_rank() == 1):
-        return f"where rank 0 alone measures, the plan is {plan}"
-    return first_difference(plain(Setting(2)), train(Setting(2), section, memory=Memory()), "result")
+            plan = memplan.plan_of(engine.module)
+        planned = train(Setting(stage), {"costs": "estimate"})
+    if plan is None or plan.problem.budget_bytes != (room if stage < 3 else min(rooms)):
+        return f"the budget is not that of {rooms}, but that of {plan}"
+    return first_difference(plain(Setting(stage)), planned, "result")
 
 
 @contextmanager
@@ -291,8 +275,8 @@ def check_refusals() -> str | None:
     from memplan.integrations.deepspeed import attach
 
     with engine_for(Setting(2)) as engine:
-        engine.config["memplan"] = {"reserve_fraction": 0.1}
-        problem = refused("there is no budget for rank", lambda: attach(engine))
+        engine.config["memplan"] = {"reserve": 0.1}
+        problem = refused("has no key 'reserve'", lambda: attach(engine))
         engine.config["memplan"] = {"per_rank": {"2": "1GiB"}}
         problem = problem or refused("ranks 0 to 1", lambda: attach(engine))
         engine.config["memplan"] = {"budget": 0.6}
@@ -356,7 +340,7 @@ CELLS |= {
     "activations on the host": cell(
         compare_training, Setting(2), {"budget": 0.4, "host_budget": "100MiB", "costs": "estimate"}, full=True
     ),
-    "measured budget": cell(check_measured_budget),
+    **{f"no budget, ZeRO {stage}": cell(check_no_budget, stage, full=stage < 2) for stage in (0, 2, 3)},
     "log": cell(check_log),
     "a bucket too large": cell(check_a_bucket_too_large),
     "refusals": cell(check_refusals),

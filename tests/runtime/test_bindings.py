@@ -155,7 +155,7 @@ class Sharing(nn.Module):
 def test_views_are_made_once() -> None:
     plain, sample = Sharing(), torch.randn(8, 4)
     net = memplan.apply(copy.deepcopy(plain), sample, 1.0, costs="estimate")
-    program = net.forward.program
+    program = net.forward.steps[0].runner.program
     for side in (program.forward, program.backward):
         views = [n for n in side.graph.nodes if n.target in (torch.as_strided, torch.t)]
         assert len({(n.target, str(n.args)) for n in views}) == len(views)

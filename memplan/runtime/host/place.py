@@ -89,50 +89,25 @@ def _moved(tensor: torch.Tensor, home: torch.device, pinned: bool) -> torch.Tens
 
 
 def step_on_both_sides(model: nn.Module) -> None:
-    """Let optimizers step parameters of this model that are on the host, until no such model is left.
+    """Let optimizers step parameters of this model that are on the host.
 
-    `GradScaler`s wait for what they copy to the host, fused optimizers get it there, and PyTorch's optimizers find
-    their state where their parameters are.
+    Until no such model is left, fused optimizers get what `GradScaler`s copy on the host, and PyTorch's optimizers find
+    their state where their parameters are. `GradScaler`s wait for what they copy to the host from now on.
     """
     _hear_of_steps()
     _models.add(model)
 
 
-class _OnHost:
-    """Models with parameters on the host. While there is one, `GradScaler`s wait for their copies."""
-
-    def __init__(self) -> None:
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._count = 0
-        self._undo: Callable[[], None] = lambda: None
-
-    def add(self, model: nn.Module) -> None:
-        if model in self._models:
-            return
-        if not self._count:
-            self._undo = private.wait_for_scaler_copies()
-        self._models.add(model)
-        self._count += 1
-        weakref.finalize(model, self._let_go).atexit = False
-
-    def _let_go(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self._undo()
-
-    def __bool__(self) -> bool:
-        return self._count > 0
-
-
-_models = _OnHost()
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # with parameters on the host
 
 
 @functools.cache
 def _hear_of_steps() -> None:
-    """Register hooks, which stay, and do nothing while no model has parameters on the host.
+    """Patch `GradScaler`, and register hooks, which stay, and do nothing while no model has parameters on the host.
 
     Optimizers may be iterating over their hooks when the last such model is collected.
     """
+    private.wait_for_scaler_copies()
     register_optimizer_step_pre_hook(_scales_on_host)
     register_optimizer_step_pre_hook(_state_where_parameters_are)
 
