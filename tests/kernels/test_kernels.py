@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ from liger_kernel.transformers.rope import liger_rotary_pos_emb
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch_geometric.nn import GATConv, GCNConv
-from triton.runtime.interpreter import GridExecutor
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
@@ -92,18 +90,6 @@ def planned_like_plain(net: nn.Module, sample: Any) -> memplan.Plan:
         assert live_peak(planned, sample) <= plan.live_peak_bytes
     assert floor is not None
     return floor
-
-
-@pytest.fixture(autouse=True)
-def without_what_the_interpreter_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter holds arguments of a kernel in a cycle of references, until Python collects it."""
-    call = GridExecutor.__call__
-
-    def collected(self: Any, *args: Any, **kwargs: Any) -> None:
-        call(self, *args, **kwargs)
-        gc.collect()
-
-    monkeypatch.setattr(GridExecutor, "__call__", collected)
 
 
 @pytest.mark.parametrize("loss", ["cross entropy", "fused linear cross entropy", "rotary"])
