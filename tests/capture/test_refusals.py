@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.nn.functional import all_gather
 
 import memplan
 from tests.support.small import Net, net_and_sample, nothing_changes
@@ -631,6 +632,25 @@ def test_a_refusal_for_several_outputs_names_the_loss_that_uses_fewer() -> None:
 
 
 # -- tensors without data ---------------------------------------------------------------------------------------------
+
+
+class Gathers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(all_gather(self.inner(x))).pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
+def test_a_collective_that_is_no_functional_one_is_named() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(memplan.UnsupportedModel, match=r"the collective c10d.*_functional_collectives can be ops"):
+            memplan.plan(Gathers(), torch.randn(4, 8), 1.0, costs="estimate")
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class TakesTwo(nn.Module):

@@ -82,6 +82,11 @@ class OpWatch(private.TorchDispatchMode):
             self.refuse_higher_order(str(func))
         if private.is_of_dtensors(types):
             return NotImplemented
+        if func.namespace == "c10d":  # whose fake kernels draw from Python's generator
+            raise UnsupportedModel(
+                f"forward runs the collective {func}, at {caller_line()}; those of "
+                "torch.distributed._functional_collectives can be ops of a plan"
+            )
         if private.is_wait(func):  # the op that begins a collective is over when it returns, in a plan
             func = torch.ops.aten.alias.default
         instead = None if self._random is None else self._random.instead(func, args)
