@@ -174,8 +174,8 @@ class StepChoice:
             if isinstance(step, NothingToTrain) and self.alone:
                 log.info("calls like this one run unplanned, because %s", step)
                 step = EagerStep.of(self.model, self.planner.forward, call, call.device_type)
-            if isinstance(step, BudgetInfeasible) and next(self.known.of_same_kind(call, mismatches), None):
-                return step.saying(" (memplan.longest_sequence finds the longest that fits)")
+            if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
+                return step.saying(f". {longest}")
             return step if isinstance(step, Refused) else self.add(step, time.monotonic() - began_s)
 
     def _look_for_unsteady(self, call: Call) -> str | None:
@@ -233,6 +233,21 @@ class StepChoice:
             return self.planner.resized(same, call)
         like, varying = self.known.of_other_size(call) if self.takes_any_size else (None, Varying())
         return self.planner.step(call, known, share, like, varying)
+
+    def _longest(self, call: Call, mismatches: Mismatches) -> str | None:
+        """A sentence that says which size of such a call fits the budget; None where that is not known."""
+        limit_bytes, found = self.planner.limits.budget_bytes, None
+        for step in () if limit_bytes is None else self.known.of_same_kind(call, mismatches):
+            assert step.sized is not None
+            assert limit_bytes is not None
+            longest = step.sized.longest_within(step.numbers(call), limit_bytes)
+            found = max((n for n in (found, longest) if n is not None), default=None)
+            sizes = step.capture.traced.sizes
+        if found is None or sizes is None:
+            return None
+        shapes = [shape for shape, _ in sizes.layouts(found)]
+        varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
+        return f"Of calls of other sizes, the longest that fits has {', '.join(varying)}"
 
     def in_place_of(self, before: ServingStep, after: ServingStep) -> ServingStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.

@@ -460,14 +460,20 @@ def test_samples_that_are_prepared_share_a_capture() -> None:
     assert captures(net) == 2
 
 
-def test_a_call_that_can_not_fit_says_what_finds_the_longest_that_does() -> None:
+def test_a_call_that_can_not_fit_says_the_longest_that_does() -> None:
     net, sample = MODELS["gpt2"](0)
-    samples = {n: with_size(sample, 1, 64, n) for n in (20, 24, 64)}
-    memplan.apply(net, samples[20], memplan.plan(net, samples[24]).floor_bytes + 16384)
+    samples = {n: with_size(sample, 1, 64, n) for n in (20, 24, 30, 64)}
+    budget = memplan.explore(net, samples[30])[0].peak_bytes
+    memplan.apply(net, samples[20], budget)
     step(net, samples[24])
-    with pytest.raises(memplan.BudgetInfeasible, match=r"(?s)out of memory\. .*longest_sequence finds") as caught:
+    with pytest.raises(
+        memplan.BudgetInfeasible, match=r"(?s)out of memory\. .*the longest that fits has .*input_ids"
+    ) as caught:
         step(net, samples[64])
     assert isinstance(caught.value, RuntimeError)
+    fitting = int(str(caught.value).split("input_ids of (2, ")[1].split(")")[0])
+    assert 24 <= fitting < 64
+    step(net, with_size(sample, 1, 64, fitting))
 
 
 def test_accelerate_looks_for_a_batch_that_fits() -> None:

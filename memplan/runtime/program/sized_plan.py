@@ -7,6 +7,7 @@ the most of these sums is the peak that the accountant would find in a replay wi
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,6 +75,22 @@ class SizedPlan:
                 ),
             }  # fmt: skip
         return self._plans[numbers]
+
+    def longest_within(self, numbers: Numbers, limit_bytes: int) -> Numbers | None:
+        """The sizes of the largest call within a budget that is like one which is beyond it, but smaller.
+
+        What is larger in that one than in the planned call is made smaller, all at the same rate. None where no such
+        call fits.
+        """
+        grown = [n > planned for n, planned in zip(numbers, self._sizes.here, strict=True)]
+        grown = grown if any(grown) else [True] * len(grown)
+        most = max(n for n, is_grown in zip(numbers, grown, strict=True) if is_grown)
+
+        def shrunk(size: int) -> Numbers:
+            return tuple(n * size // most if is_grown else n for n, is_grown in zip(numbers, grown, strict=True))
+
+        fits = bisect.bisect_left(range(1, most), True, key=lambda size: self.peak_bytes(shrunk(size)) > limit_bytes)
+        return shrunk(fits) if fits else None
 
     def _growth(self, numbers: Numbers) -> float:
         """How many times as large as planned values are at most at these sizes; 1 where all are smaller."""
