@@ -1,4 +1,4 @@
-"""What a DeepSpeed engine holds on a rank's device beside the step itself."""
+"""What a DeepSpeed engine holds on a rank's device in addition to the step itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs beside the calls of an engine's module, and reports plans and peaks.
+"""Runs before and after the calls of an engine's module, and reports plans and peaks.
 
 Rank 0 logs one line for each stage and budget. Ranks leave their lines in the store of the process group. Rank 0 looks
 there before each of its steps until it has them all. No rank waits for another, so a pipeline can't hang because of its
