@@ -35,7 +35,7 @@ LOOPS = (  # with and without plans: the same bits
     *("contrastive", "diffusers", "distillation", "own_networks", "peft", "trl_online", "trl_packed"),
 )
 OF_RANKS = ("ddp", "deepspeed", "fsdp", "pipelines")  # whose program is for torchrun
-SLOW = ("fused", "largest", "lengths", "long_context", "offload", "trl", "trainer", "tutorial")
+SLOW = ("fused", "largest", "lengths", "long_context", "offload", "trl", "trainer", "tutorial", "without_gpu")
 # What libraries have to say about their own defaults and about a machine without a GPU.
 THEIR_WARNINGS = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"

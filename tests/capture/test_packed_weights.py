@@ -93,6 +93,7 @@ def test_packed_weights_and_their_scales_are_counted() -> None:
     assert packed_bytes == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) // 2
 
 
+@pytest.mark.slow
 def test_other_scales_are_another_step() -> None:
     """As after a merge of adapters."""
     (plain, sample), (net, _) = packed(), packed()
@@ -105,6 +106,7 @@ def test_other_scales_are_another_step() -> None:
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
 
 
+@pytest.mark.slow
 def test_packed_weights_stay_on_the_device() -> None:
     (plain, sample), (net, _) = packed(), packed()
     low = memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes

@@ -115,6 +115,7 @@ def results_elsewhere(path: Path, cache: Path, *more: str) -> Any:
     return torch.load(path, weights_only=False)
 
 
+@pytest.mark.slow
 def test_groups_that_draw_from_seeds_are_compiled_by_other_processes(
     fresh: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -101,6 +101,7 @@ def test_masks_have_their_share_of_ones_each_its_own_and_follow_the_generator() 
     assert all(torch.equal(net(x)[0], mask) for mask in again)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_finite_differences() -> None:
     net, sample = net_and_sample(dtype=torch.float64)
     planned = counted(net, sample, "min")

@@ -112,6 +112,7 @@ class Guard(nn.Module):
         return x / 2 if x.abs().mean().item() > 1e6 else x * 1.5
 
 
+@pytest.mark.slow
 def test_islands_between_groups() -> None:
     torch.manual_seed(0)
     net, sample = Branches(), torch.randn(256, 32)

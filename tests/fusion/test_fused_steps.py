@@ -20,6 +20,7 @@ from memplan.capture.capture import capture
 from memplan.fusion.compile_groups import GroupCompiler
 from memplan.fusion.fuse_step import fuse_step
 from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.parameters import quickly
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, copied, run_steps, tensors_of
 from tests.whole.test_exact import loss_inside
 
@@ -212,7 +213,7 @@ def test_comparing_kernels_changes_nothing() -> None:
     assert errors.eager_gradients != errors.fused_gradients
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "compile()"])
+@pytest.mark.parametrize("way", quickly(("torch.compile", "compile()"), "torch.compile"))
 def test_compiled_models_are_planned_beneath(way: str, caplog: pytest.LogCaptureFixture) -> None:
     net, sample = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Tanh()), torch.randn(64, 32)
     expected = copy.deepcopy(net)
@@ -258,7 +259,7 @@ def step_of(model: nn.Module, sample: torch.Tensor) -> Any:
     return copied([loss.detach(), *(p.grad for p in model.parameters())])
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "compile()", "forward"])
+@pytest.mark.parametrize("way", quickly(("torch.compile", "compile()", "forward"), "compile()"))
 def test_models_with_compiled_blocks_are_planned_beneath(way: str) -> None:
     """What was compiled comes back once the plan is removed. With eager kernels, the blocks are islands."""
     torch._dynamo.reset()
@@ -305,6 +306,7 @@ def test_the_report_says_that_kernels_are_fused() -> None:
     assert "fused" not in memplan.plan(net, sample, 1.0, costs="estimate").report()
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_differences_with_dropout() -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16)]

@@ -133,7 +133,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
     return run
 
 
-@pytest.mark.parametrize("kind", quickly(KINDS, "bfloat16", "loss-outside"))
+@pytest.mark.parametrize("kind", quickly(KINDS, "bfloat16"))
 def test_a_planned_run_is_the_plain_run(kind: str, plain: Any, tmp_path: Path) -> None:
     """Accumulation, short last batches, evaluation and checkpoints on the way."""
     expected = plain(kind)
@@ -151,7 +151,8 @@ def test_a_planned_run_is_the_plain_run(kind: str, plain: Any, tmp_path: Path) -
     assert memplan.plan_of(trainer.model) is None, "the plan is taken off when training ends"
 
 
-@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_resuming_from_a_checkpoint(kind: str, plain: Any, tmp_path: Path) -> None:
     """Stopped in the middle and resumed on a fresh model, both parts planned."""
 
@@ -227,7 +228,7 @@ def test_gradient_checkpointing_is_switched_off(tmp_path: Path, caplog: pytest.L
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT itself
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", quickly((False, True), True))
 def test_adapters(checkpointing: bool, tmp_path: Path) -> None:
     """Of PEFT, with which gradient checkpointing has inputs require grad."""
     peft = pytest.importorskip("peft")

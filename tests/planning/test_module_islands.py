@@ -542,7 +542,7 @@ def test_a_marked_function_that_belongs_to_no_model() -> None:
     "options",
     [
         {"budget": "1GiB", "host_budget": "1GiB"},
-        {"budget": "1GiB", "kernels": "fused"},
+        pytest.param({"budget": "1GiB", "kernels": "fused"}, marks=pytest.mark.slow),
         {"budget": "min", "grads": "edges"},
         {"budget": "1GiB", "accumulate": True},
         {"budget": "min", "loss_fn": lambda net, x: net(x) * 2},

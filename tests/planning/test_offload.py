@@ -826,6 +826,7 @@ def test_steps_offload_around_islands() -> None:
     assert_same_bits(run_steps(net, sample), run_steps(planned, sample))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
 def test_the_benchmark_on_a_device_runs_on_the_cpu() -> None:
     """Each rival trains, and memplan's steps and checkpointing's are the numbers of the plain ones."""

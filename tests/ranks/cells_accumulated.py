@@ -222,7 +222,7 @@ CELLS = {
     "peaks in mixed precision": Cell(functools.partial(peaks, functools.partial(units, mp_policy=BF16)), full=True),
     "plans come and go": Cell(plans_come_and_go, full=True),
     "not reached": Cell(not_reached, full=True),
-    "in flight": Cell(in_flight),
+    "in flight": Cell(in_flight, full=True),
     "switched before backward": Cell(switched_before_backward),
     "lengths": Cell(with_several_lengths, full=True),
 }

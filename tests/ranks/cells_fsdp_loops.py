@@ -184,6 +184,6 @@ CELLS = {
     ),
     "Accelerate": Cell(compare_accelerate, needs=HUGGING_FACE),
     "Accelerate, accumulation": Cell(functools.partial(compare_accelerate, 2), full=True, needs=HUGGING_FACE),
-    "saved and loaded": Cell(saved_and_loaded),
+    "saved and loaded": Cell(saved_and_loaded, full=True),
     "generates between steps": Cell(generates_between_steps, needs=("transformers",)),
 }

@@ -152,7 +152,8 @@ def plans_alone() -> str | None:
 CELLS = {
     "islands: units": Cell(functools.partial(compare_sharded, "units")),
     "islands: units bf16": Cell(functools.partial(compare_sharded, "units bf16"), full=True),
-    **{f"islands: {how}": Cell(functools.partial(compare_in_group, how)) for how in ("group", "gathers")},
+    "islands: group": Cell(functools.partial(compare_in_group, "group"), full=True),
+    "islands: gathers": Cell(functools.partial(compare_in_group, "gathers")),
     "islands: one rank plans alone": Cell(plans_alone),
     "islands: units of several lengths": Cell(functools.partial(compare_in_group, "units"), full=True),
 }

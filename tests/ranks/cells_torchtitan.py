@@ -141,5 +141,5 @@ CELLS = {
     "whole logits": Cell(functools.partial(tensor_parallel, Replicate(), False), full=True),
     "other gradient": Cell(other_gradient),
     "FSDP2 and tensor parallel": Cell(functools.partial(compare, False), world=4, full=True),
-    "FSDP2 and tensor parallel, adding up": Cell(functools.partial(compare, True), world=4),
+    "FSDP2 and tensor parallel, adding up": Cell(functools.partial(compare, True), world=4, full=True),
 }

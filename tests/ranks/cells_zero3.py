@@ -559,7 +559,7 @@ CELLS = {
 CELLS |= {
     f"loss.backward() {dtype} accumulation {n}": Cell(  # gradients are reduced when all of backward is over
         functools.partial(compare_training, dtype, n, "loss", reduce_bucket_size=1_000_000),
-        full=(dtype, n) != ("fp32", 2),
+        full=True,
         needs=NEEDS,
     )
     for dtype, n in CASES
@@ -598,7 +598,7 @@ CELLS |= {
     "gathers are those of the plan": Cell(gathers_are_those_of_the_plan, needs=NEEDS),
     "evaluation and checkpoints between steps": Cell(compare_lives, needs=NEEDS),
     "uneven batches": Cell(compare_uneven, full=True, needs=NEEDS),
-    "some lengths on each rank": Cell(functools.partial(compare_dynamic, False, 4), needs=NEEDS),
+    "some lengths on each rank": Cell(functools.partial(compare_dynamic, False, 4), full=True, needs=NEEDS),
     "other lengths on each rank": Cell(functools.partial(compare_dynamic, False), full=True, needs=NEEDS),
     "other lengths on each rank, with a sample": Cell(functools.partial(compare_dynamic, True), full=True, needs=NEEDS),
     "padded texts of transformers": Cell(
@@ -632,7 +632,7 @@ for name, (dtype, zero) in SECONDARY.items():
         f"life with {name}": functools.partial(compare_lives, dtype, **zero),
     }
     for cell, run in runs.items():
-        CELLS[cell] = Cell(functools.partial(afresh, run), full=cell != "secondary partitions", needs=NEEDS)
+        CELLS[cell] = Cell(functools.partial(afresh, run), full=True, needs=NEEDS)
 CELLS["secondary partitions of four ranks"] = Cell(
     functools.partial(afresh, functools.partial(compare_at_budgets, "fp32", 1, zero_hpz_partition_size=2)),
     world=4, full=True, needs=NEEDS,

@@ -20,4 +20,4 @@ def quickly(values: Iterable[Any], *quick: Any) -> list[Any]:
 
 def examples(count: int) -> int:
     """So many examples of hypothesis in `make test-full`, and fewer in other runs."""
-    return count if "MEMPLAN_ALL_EXAMPLES" in os.environ else -(-count * 2 // 5)
+    return count if "MEMPLAN_ALL_EXAMPLES" in os.environ else -(-count // 5)

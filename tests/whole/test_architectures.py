@@ -17,6 +17,7 @@ from torch import nn
 import memplan
 from tests.support.architectures import ARCHITECTURES, live_activation_peak
 from tests.support.models_of_2026 import MODELS_OF_2026, NOT_REPEATED, repeated
+from tests.support.parameters import quickly
 from tests.support.zoo import Sample, assert_same_bits, copied, run_steps
 
 MODELS = {**ARCHITECTURES, **MODELS_OF_2026}
@@ -25,16 +26,12 @@ LESS_THAN_HALF = {"qwen3_moe_looped": 0.43, "wav2vec2": 0.45}
 # Of which half is less than one op takes. They train half way between their floor and the plain peak.
 HALF_WAY = {"detr": "aten.mul.Tensor of the backbone's first norm, on the largest images, with its operands"}
 FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}
-QUICK = {*FIRST_OF_FAMILY.values(), "lfm2"}
+QUICK = {*FIRST_OF_FAMILY.values(), "lfm2"} - {"segformer"}  # at the floor; segformer takes a minute
+QUICK_AT_HALF = {"gpt2", "lfm2", "vit"}
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    """Some that can be planned so run by default, `make test-slow` runs the others."""
-    return [] if name in QUICK else [pytest.mark.slow]
-
-
-NAMES = [pytest.param(name, marks=marks(name)) for name in MODELS]
-AT_HALF = [pytest.param(name, marks=marks(name)) for name in MODELS if name not in HALF_WAY]
+NAMES = quickly(MODELS, *QUICK)
+AT_HALF = quickly([name for name in MODELS if name not in HALF_WAY], *QUICK_AT_HALF)
 LOSS_BYTES = 8  # of a loss that is made outside of the model
 
 
@@ -59,7 +56,7 @@ def predicted_bytes(planned: nn.Module) -> int:
 def test_there_are_many_families() -> None:
     assert (len(ARCHITECTURES), len(MODELS)) == (30, 62)
     assert len({a.family for a in MODELS.values()}) >= 12
-    assert {*HALF_WAY, *NOT_REPEATED, *LESS_THAN_HALF, *QUICK} <= set(MODELS)
+    assert {*HALF_WAY, *NOT_REPEATED, *LESS_THAN_HALF, *QUICK, *QUICK_AT_HALF} <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", AT_HALF)

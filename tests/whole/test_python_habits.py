@@ -46,7 +46,7 @@ def run_programs(first: int, count: int, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, about what these programs do
-@pytest.mark.parametrize("first", quickly(range(0, 150, _AT_ONCE), 0, 25, 50))
+@pytest.mark.parametrize("first", quickly(range(0, 150, _AT_ONCE), 0, 50))
 def test_nothing_is_lost(first: int, tmp_path: Path) -> None:
     run_programs(first, _AT_ONCE, tmp_path)
 
