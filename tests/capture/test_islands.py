@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import random
+import types
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -89,6 +90,25 @@ class InContext(torch.autograd.Function):
         return grad * ctx.mask, None
 
 
+SHARED = [torch.ones(4 * WIDTH)]
+
+
+class InContainers(torch.autograd.Function):
+    """Keeps tensors in a list, a dict, tuples, and an object; and one in a list that others hold too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.from_numpy(np.tanh(x.detach().numpy()))
+        ctx.rows, ctx.table = [y * y, 1.0], {"x": x.exp(), "pair": (x.cos(), ("more", x.sin()))}
+        ctx.state = types.SimpleNamespace(found=[x.square()], shared=SHARED)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (square, one), (cos, (_, sin)) = ctx.rows, ctx.table["pair"]
+        return grad * (one - square) * ctx.table["x"] * cos * sin * ctx.state.found[0] * ctx.state.shared[0]
+
+
 class Dropout(torch.autograd.Function):
     """Draws random numbers."""
 
@@ -155,6 +175,10 @@ def in_context(block: Block, x: torch.Tensor) -> torch.Tensor:
     return InContext.apply(x, block.weight)  # type: ignore[no-any-return,no-untyped-call]
 
 
+def in_containers(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return InContainers.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
 def dropout(block: Block, x: torch.Tensor) -> torch.Tensor:
     return Dropout.apply(x)  # type: ignore[no-any-return,no-untyped-call]
 
@@ -171,7 +195,7 @@ def plain(block: Block, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x)
 
 
-HABITS = [tanh, pointers, several, one_of_several, in_context, dropout, once, noise]
+HABITS = [tanh, pointers, several, one_of_several, in_context, in_containers, dropout, once, noise]
 
 
 class Block(nn.Module):
@@ -240,6 +264,7 @@ def test_bits_and_peaks(habit: Any) -> None:
         half_bytes = (plan.peak_bytes + plan.baseline_peak_bytes) // 2
         if habit is not once:  # which keeps tensors for ever
             assert live_peak(planned, x) <= plan.live_peak_bytes
+    assert isinstance(SHARED[0], torch.Tensor)
 
 
 def test_the_floor_is_that_of_plain_ops() -> None:

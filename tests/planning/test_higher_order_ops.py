@@ -6,6 +6,7 @@ Both have eager's bits.
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 
 import memplan
+from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.parameters import quickly
 from tests.support.small import nothing_changes
 from tests.support.zoo import assert_same_bits, run_steps
@@ -102,6 +104,10 @@ NAMES = {"modules_as_branches": "cond", "write_in_a_branch": "cond"}
 KINDS = [name for name in vars(Middle) if name not in ("forward", "__init__") and callable(getattr(Middle, name))]
 
 
+def train(net: nn.Module, sample: torch.Tensor) -> None:
+    net(sample).backward()
+
+
 def assert_names(text: str, kind: str) -> None:
     """A text names the op, and the line that calls it."""
     assert f"{NAMES.get(kind, kind)} is a higher-order op" in text
@@ -129,6 +135,23 @@ def test_a_layer_that_calls_them_is_an_island(kind: str) -> None:
     plain = run_steps(net, sample, 3)  # PyTorch has not come to skip any of its code
     for each in found:
         assert_same_bits(plain, each)
+
+
+@pytest.mark.parametrize("kind", quickly(("cond", "scan", "map"), "scan"))
+def test_steps_hold_what_is_predicted(kind: str) -> None:
+    """By the allocator's record: `scan` has lists of tensors in an object of its context."""
+    torch.manual_seed(0)
+    net, sample = Layered(kind), torch.randn(512, 8)
+    least = memplan.plan(net, sample, "min", costs="estimate")
+    for budget in (least.floor_bytes, (least.floor_bytes + least.baseline_peak_bytes) // 2):
+        planned = memplan.apply(copy.deepcopy(net), sample, budget, costs="estimate")
+        plan = memplan.plan_of(planned)
+        assert plan is not None
+        before_bytes = storage_bytes([*net.parameters(), *net.buffers(), sample])
+        for _ in range(2):
+            planned.zero_grad()
+            held_bytes = profiler_peak(functools.partial(train, planned, sample), before_bytes)
+            assert held_bytes <= plan.peak_bytes
 
 
 @pytest.mark.parametrize("kind", quickly(KINDS, "cond", "scan"))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
+import sys
+import types
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from memplan import torch_private as private
@@ -18,9 +22,10 @@ from memplan.capture.ops.island_call import ForwardFacts
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, span
 from memplan.capture.ops.sizes import Numbers
-from memplan.capture.ops.ways import Refusal
 
 _ALIGNED_BYTES = 512  # where tensors begin in a buffer
+_REFERENCES = 2  # that `sys.getrefcount(container[key])` counts where the container alone holds an object: its own too
+_SHARED = (nn.Module, type, types.ModuleType, types.FunctionType)  # objects that are not looked into
 
 
 class Saver:
@@ -83,12 +88,19 @@ def bytes_for(saved: Sequence[torch.Tensor]) -> int:
     return sum(-(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for size_bytes in spans.values())
 
 
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Stands for a tensor that was taken. place: its number among the saved tensors."""
+
+    place: int
+
+
 @dataclass(eq=False, slots=True)
 class RecordedGraph:
     """The autograd graph of one run, without tensors.
 
     - begin, ends: at the inputs that need gradients, and at the outputs that have them.
-    - attributes: (node, name, which of the saved tensors) of tensors that a function has as attributes of its context.
+    - attributes: (dict or list, key, `_Taken` or a tuple with these) of tensors that functions have in their contexts.
     - unpacked: the saved tensors, while it runs. Hooks of its nodes hold this list, and must not hold the graph itself.
     - saved: where each saved tensor lies; the tensor itself where the plan does not know of it.
     - uses: by input, how many gradients it gets.
@@ -98,7 +110,7 @@ class RecordedGraph:
 
     begin: list[GradientEdge] = field(default_factory=list)
     ends: list[GradientEdge | None] = field(default_factory=list)
-    attributes: list[tuple[Any, str, int]] = field(default_factory=list)
+    attributes: list[tuple[Any, Any, Any]] = field(default_factory=list)
     unpacked: list[torch.Tensor] = field(default_factory=list)
     saved: Sequence[Place | torch.Tensor] = ()
     uses: tuple[int, ...] = ()
@@ -109,16 +121,17 @@ class RecordedGraph:
     def holding(self, saved: Sequence[torch.Tensor]) -> Iterator[None]:
         """A context in which the graph has the tensors that it saved."""
         self.unpacked += saved
-        for node, name, place in self.attributes:
-            setattr(node, name, saved[place])
+        for container, key, left in self.attributes:
+            container[key] = _with_tensors(left, saved)
         try:
             yield
         finally:
             self.unpacked.clear()
             for found in self.diverted.values():
                 found.clear()
-            for node, name, _ in self.attributes:
-                setattr(node, name, None)
+            for container, key, _ in self.attributes:
+                with contextlib.suppress(IndexError):  # backward has taken it out of its list
+                    container[key] = None
 
 
 _GRAPHS: dict[int, RecordedGraph] = {}  # by the number on the ticket
@@ -140,15 +153,45 @@ def graph_of(ticket: torch.Tensor) -> RecordedGraph:
 
 
 def take_attributes(graph: RecordedGraph, saver: Saver) -> None:
-    """Take tensors out of the contexts of functions, and add them to what was saved. Raises a Refusal."""
+    """Take tensors out of the contexts of functions, and add them to what was saved.
+
+    `ctx.rows = [a, b]` counts as `ctx.row = a` does; so do tuples, dicts, and attributes of an object, if nothing else
+    holds the list, the dict or the object.
+    """
     for node in nodes_behind(edge.node for edge in graph.ends if edge is not None):
         if hasattr(type(node), "_forward_cls"):
-            for name, value in vars(node).items():
-                if isinstance(value, torch.Tensor):
-                    graph.attributes.append((node, name, saver.add(value.detach())))
-                elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-                    raise Refusal(
-                        f"{type(node).__name__} keeps tensors in a tuple, ctx.{name}; hand them to save_for_backward"
-                    )
-    for node, name, _ in graph.attributes:
-        setattr(node, name, None)
+            _take(vars(node), graph, saver)
+
+
+def _take(container: Any, graph: RecordedGraph, saver: Saver) -> None:
+    """Take tensors out of a dict or a list, and out of what it alone holds."""
+    for key in list(container) if isinstance(container, dict) else range(len(container)):
+        left = _without_tensors(container, key, True, graph, saver)
+        if left is not container[key]:
+            graph.attributes.append((container, key, left))
+            container[key] = None
+
+
+def _without_tensors(container: Any, key: Any, alone: bool, graph: RecordedGraph, saver: Saver) -> Any:
+    """What `container[key]` is with `_Taken` for tensors. alone: nothing but the context holds the container."""
+    alone = alone and sys.getrefcount(container[key]) <= _REFERENCES
+    value = container[key]
+    if isinstance(value, torch.Tensor) and not isinstance(value, private.FakeTensor):
+        return _Taken(saver.add(value.detach()))
+    if isinstance(value, tuple):
+        parts = [_without_tensors(value, i, alone, graph, saver) for i in range(len(value))]
+        return value if all(map(operator.is_, parts, value)) else getattr(value, "_make", tuple)(parts)
+    if alone and isinstance(value, (dict, list)):
+        _take(value, graph, saver)
+    elif alone and hasattr(value, "__dict__") and not isinstance(value, _SHARED):
+        _take(vars(value), graph, saver)
+    return value
+
+
+def _with_tensors(left: Any, saved: Sequence[torch.Tensor]) -> Any:
+    """The opposite of `_without_tensors`."""
+    if isinstance(left, _Taken):
+        return saved[left.place]
+    if isinstance(left, tuple):
+        return getattr(left, "_make", tuple)([_with_tensors(part, saved) for part in left])
+    return left
