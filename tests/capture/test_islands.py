@@ -94,19 +94,29 @@ SHARED = [torch.ones(4 * WIDTH)]
 
 
 class InContainers(torch.autograd.Function):
-    """Keeps tensors in a list, a dict, tuples, and an object; and one in a list that others hold too."""
+    """Keeps tensors in a list, a dict, tuples, an object, and arrays; and one in a list that others hold too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         y = torch.from_numpy(np.tanh(x.detach().numpy()))
         ctx.rows, ctx.table = [y * y, 1.0], {"x": x.exp(), "pair": (x.cos(), ("more", x.sin()))}
         ctx.state = types.SimpleNamespace(found=[x.square()], shared=SHARED)
+        ctx.arrays = (x + 1).numpy().reshape(-1)[3:], np.sqrt(np.abs(x.numpy()))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (square, one), (cos, (_, sin)) = ctx.rows, ctx.table["pair"]
-        return grad * (one - square) * ctx.table["x"] * cos * sin * ctx.state.found[0] * ctx.state.shared[0]
+        for factor in (
+            ctx.table["x"],
+            cos,
+            sin,
+            ctx.state.found[0],
+            ctx.state.shared[0],
+            torch.from_numpy(ctx.arrays[1]),
+        ):
+            grad = grad * factor
+        return grad * (one - square) * float(ctx.arrays[0].sum())
 
 
 class Dropout(torch.autograd.Function):

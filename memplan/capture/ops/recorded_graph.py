@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
@@ -23,6 +24,7 @@ from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, span
 from memplan.capture.ops.sizes import Numbers
 
+_NUMPY_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")  # that PyTorch has
 _ALIGNED_BYTES = 512  # where tensors begin in a buffer
 _REFERENCES = 2  # that `sys.getrefcount(container[key])` counts where the container alone holds an object: its own too
 _SHARED = (nn.Module, type, types.ModuleType, types.FunctionType)  # objects that are not looked into
@@ -90,9 +92,10 @@ def bytes_for(saved: Sequence[torch.Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Stands for a tensor that was taken. place: its number among the saved tensors."""
+    """Stands for a tensor that was taken, or an array of NumPy. place: its number among the saved tensors."""
 
     place: int
+    is_array: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -153,7 +156,7 @@ def graph_of(ticket: torch.Tensor) -> RecordedGraph:
 
 
 def take_attributes(graph: RecordedGraph, saver: Saver) -> None:
-    """Take tensors out of the contexts of functions, and add them to what was saved.
+    """Take tensors and NumPy arrays out of the contexts of functions, and add them to what was saved.
 
     `ctx.rows = [a, b]` counts as `ctx.row = a` does; so do tuples, dicts, and attributes of an object, if nothing else
     holds the list, the dict or the object.
@@ -178,6 +181,8 @@ def _without_tensors(container: Any, key: Any, alone: bool, graph: RecordedGraph
     value = container[key]
     if isinstance(value, torch.Tensor) and not isinstance(value, private.FakeTensor):
         return _Taken(saver.add(value.detach()))
+    if type(value) is np.ndarray and (tensor := _tensor_of(value)) is not None:
+        return _Taken(saver.add(tensor), True)
     if isinstance(value, tuple):
         parts = [_without_tensors(value, i, alone, graph, saver) for i in range(len(value))]
         return value if all(map(operator.is_, parts, value)) else getattr(value, "_make", tuple)(parts)
@@ -188,10 +193,24 @@ def _without_tensors(container: Any, key: Any, alone: bool, graph: RecordedGraph
     return value
 
 
+def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """A tensor in the memory of an array: that of the tensor behind it, if there is one. None if PyTorch has none."""
+    if array.dtype not in _NUMPY_TYPES or not array.flags.writeable or min(array.strides, default=0) < 0:
+        return None
+    tensor: torch.Tensor = torch.from_numpy(array)
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, torch.Tensor) and base.dtype == tensor.dtype:
+        offset = (tensor.data_ptr() - base.untyped_storage().data_ptr()) // tensor.element_size()
+        return base.detach().as_strided(tensor.shape, tensor.stride(), offset)
+    return tensor
+
+
 def _with_tensors(left: Any, saved: Sequence[torch.Tensor]) -> Any:
     """The opposite of `_without_tensors`."""
     if isinstance(left, _Taken):
-        return saved[left.place]
+        return saved[left.place].numpy() if left.is_array else saved[left.place]
     if isinstance(left, tuple):
         return getattr(left, "_make", tuple)([_with_tensors(part, saved) for part in left])
     return left
