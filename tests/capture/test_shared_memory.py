@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import memplan
+from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, copied
 
 
@@ -37,7 +38,7 @@ def run(net: nn.Module, calls: list[tuple[torch.Tensor, ...]]) -> Any:
     return given
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("requires_grad", quickly((False, True), True))
 def test_one_tensor_for_several_arguments(requires_grad: bool) -> None:
     def calls() -> list[tuple[torch.Tensor, ...]]:
         torch.manual_seed(1)

@@ -15,6 +15,7 @@ from torch import nn
 import memplan
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.torch_private import FakeTensor
+from tests.support.parameters import quickly
 
 BAG: list[Any] = []
 LOCAL, CONTEXT = threading.local(), contextvars.ContextVar[Any]("aux", default=None)
@@ -252,7 +253,9 @@ def compare(net: nn.Module, sample: Any, *, copied: bool = False, **options: Any
 
 
 @pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
-@pytest.mark.parametrize("where", ["plain", "floor", "fused", "offload", "copy", "transformer"])
+@pytest.mark.parametrize(
+    "where", quickly(("plain", "floor", "fused", "offload", "copy", "transformer"), "floor", "copy")
+)
 def test_habits(habit: Any, where: str) -> None:
     torch.manual_seed(0)
     sample: Any = torch.randn(4, 8)

@@ -104,7 +104,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("level", "lines"), quickly([("", 2), ("warning", 0), ("off", 0)], ("", 2), ("warning", 0)))
+@pytest.mark.parametrize(("level", "lines"), quickly([("", 2), ("warning", 0), ("off", 0)], ("", 2)))
 def test_what_is_told_by_default(level: str, lines: int) -> None:
     """One line a planned model."""
     environ = {**os.environ, "MEMPLAN_LOG": level}

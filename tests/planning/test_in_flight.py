@@ -107,7 +107,11 @@ def test_more_in_flight_never_peaks_lower(problem: Problem) -> None:
         assert all(left <= right for left, right in itertools.pairwise(peaks))
 
 
-@pytest.mark.parametrize("build", [lambda: llama_like(2), lambda: resnet_like((1, 1))], ids=["llama", "resnet"])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: llama_like(2), pytest.param(lambda: resnet_like((1, 1)), marks=pytest.mark.slow)],
+    ids=["llama", "resnet"],
+)
 def test_half_of_what_all_hold_together_is_near_the_bound(build) -> None:  # type: ignore[no-untyped-def]
     problem = replace(build(), in_flight=4, accumulate=True)
     front = solve_front(problem, SMALL)

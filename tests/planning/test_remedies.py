@@ -71,6 +71,7 @@ def test_remedies_are_ranked_and_each_fits_as_it_says() -> None:
     assert str(error.floor_bytes) in str(error)
 
 
+@pytest.mark.slow
 def test_smaller_calls_fit_as_they_say() -> None:
     model, sample = language_model(), tokens(rows=8)
     budget, _ = refusal_below_the_floor()
@@ -111,6 +112,7 @@ def test_the_least_says_what_it_is_made_of() -> None:
     assert re.search(r"where aten\.\S+ of .* runs \((forward|backward)\):\n .* float32\[", text)
 
 
+@pytest.mark.slow
 def test_what_was_tried_in_vain_is_told() -> None:
     model = language_model()
     weights = sum(p.numel() * 4 for p in model.parameters())

@@ -95,6 +95,7 @@ def test_plans_for_budgets_in_bytes_fit_what_is_reserved(
     assert "PyTorch's allocator reserves" in caplog.text
 
 
+@pytest.mark.slow
 def test_plans_with_copies_fit_what_is_reserved(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -122,7 +122,7 @@ def lora() -> tuple[nn.Module, Sample]:
 CASES = {"tied": lambda: tied(torch.float32), "bfloat16": lambda: tied(torch.bfloat16), "frozen": frozen, "lora": lora}
 
 
-@pytest.mark.parametrize("case", quickly(CASES, "tied", "lora"))
+@pytest.mark.parametrize("case", quickly(CASES, "lora"))
 def test_kinds_of_models(case: str, host: dict[str, Any]) -> None:
     plain, sample = CASES[case]()
     net = copy.deepcopy(plain)
