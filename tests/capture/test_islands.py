@@ -595,6 +595,27 @@ def test_a_function_that_fails_in_its_second_run_is_told_of() -> None:
         memplan.plan(model, x, "1GiB", costs="estimate")
 
 
+class InClosure(torch.autograd.Function):
+    """Has a tensor in a function that its context has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.from_numpy(np.tanh(x.detach().numpy()))
+        slope = 1 - y * y
+        ctx.slopes = lambda grad: grad * slope
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return ctx.slopes(grad)  # type: ignore[no-any-return]
+
+
+def test_what_a_function_holds_where_no_plan_sees_it_is_told_of() -> None:
+    model, x = net(lambda block, x: InClosure.apply(x))  # type: ignore[no-any-return,no-untyped-call]
+    with pytest.raises(memplan.UnsupportedModel, match="from forward to backward where no plan sees it"):
+        memplan.plan(model, x, "1GiB", costs="estimate")
+
+
 class NonZero(torch.autograd.Function):
     """Saves as many numbers as are positive."""
 

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import operator
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -28,7 +27,7 @@ from memplan.capture.attributes.tables import attributes_in_short, is_plain, own
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
-from memplan.capture.ops.island_call import ForwardFacts, IslandCost
+from memplan.capture.ops.island_call import SCRATCH_MARGIN_BYTES, ForwardFacts
 from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
 from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
@@ -41,10 +40,10 @@ from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
+from memplan.runtime.trial.island_costs import measured_twice
 from memplan.runtime.trial.local_collectives import is_collective
 from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
 from memplan.runtime.trial.written_arguments import WrittenArguments
-from memplan.runtime.watch.meter import LiveMeter
 from memplan.torch_private import pytree
 
 _RUNS = 12  # of a call that draws random numbers, to see how much it saves
@@ -336,7 +335,7 @@ class IslandRuns(private.RealOps):
             return facts, sources, list(places)
 
         with private.outside_of_tracing(), private.compiled_backward_repeats():
-            (*results, ticket), island.forward_cost = self._twice(forward, tensors)
+            (*results, ticket), island.forward_cost, left_bytes = measured_twice(forward, tensors, self._device)
             island.once |= (changed := attributes.changed())
             if changed and isinstance(island.called, NamedFunction):
                 raise Refusal(f"{island.title} changes Python state")
@@ -356,14 +355,21 @@ class IslandRuns(private.RealOps):
             if (island.loose or island.varies) and any(facts.differentiable):
                 del results, ticket, sources, outputs
                 self._look_for_more(island, tensors, state)
-                (*results, ticket), island.forward_cost = self._twice(forward, tensors)
+                (*results, ticket), island.forward_cost, left_bytes = measured_twice(forward, tensors, self._device)
                 facts, sources, outputs = outputs_of(results)
+            if left_bytes > SCRATCH_MARGIN_BYTES and not island.once:
+                raise Refusal(
+                    f"{island.title} holds {left_bytes} bytes from forward to backward where no plan sees it, "
+                    "as in a function that ctx has; hand tensors to save_for_backward"
+                )
             if any(facts.differentiable):
                 arriving = self._given.get(island.name, ())
                 pairs = zip(outputs, arriving if len(arriving) == len(outputs) else facts.differentiable, strict=True)
                 grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in pairs]
                 kept = [ticket, *(sources[source] for source in facts.kept)]
-                _, island.backward_cost = self._twice(lambda: island.backward(grads, kept), [*grads, *kept])
+                _, island.backward_cost, _ = measured_twice(
+                    lambda: island.backward(grads, kept), [*grads, *kept], self._device
+                )
                 del kept
             del results, ticket, sources, outputs
             island.check_released()
@@ -387,25 +393,6 @@ class IslandRuns(private.RealOps):
                     most_bytes, island.varies = max(most_bytes, bytes_then), island.varies or then != alike
         if island.varies:
             island.give_room(int(_MARGIN * most_bytes))
-
-    def _twice(
-        self, run: Callable[[], list[torch.Tensor]], given: Sequence[torch.Tensor | None]
-    ) -> tuple[list[torch.Tensor], IslandCost]:
-        """Results and costs of one of the two ops, from two runs: one for memory, one for time. given: its inputs."""
-        meter = LiveMeter()
-        meter.register(given)
-        before_bytes = meter.live_bytes
-        record = private.MemoryRecord()  # of what kernels allocate for themselves, too
-        with record if self._device.type == "cpu" else contextlib.nullcontext(), meter:
-            results = run()
-        made_bytes = sum(t.untyped_storage().nbytes() for t in results)
-        del results
-        begin = time.perf_counter()
-        results = run()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        time_s = time.perf_counter() - begin
-        return results, IslandCost(time_s, max(0, max(meter.peak_bytes - before_bytes, record.peak_bytes) - made_bytes))
 
 
 def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:
