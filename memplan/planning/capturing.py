@@ -102,7 +102,7 @@ class Capturing:
 
         def left(layers: Sequence[str]) -> tuple[Any, ...]:
             step = functools.partial(checkpointing(self._model, layers, self.run), *call.variadic, **call.arguments)
-            return contextvars.copy_context().run(unplanned_peak, self._model, call, step).left
+            return contextvars.copy_context().run(unplanned_peak, self._model, call, step, 0).left
 
         try:
             is_exact = left(found) == left(())
