@@ -314,7 +314,8 @@ def table_line(row: Row) -> str:
         planned_in = f"{row['planning_time_s']:.0f} s"
         are_equal = row["same_bits"] and not row.get("difference_at_floor")
         bits = ("yes" if are_equal else "no") + (", deterministic" if row.get("deterministic") else "")
-    floor = part("floor_bytes") + (" (over)" if is_over_at_floor(row) else "")
+    at_floor = "predicted_activation_peak_at_floor_bytes"  # layers of islands may be checkpointed there alone
+    floor = part(at_floor if row.get(at_floor) else "floor_bytes") + (" (over)" if is_over_at_floor(row) else "")
     cells = [
         row["name"], row["family"], row["class"], row.get("branches", ""), row.get("ops", ""), row["captured"],
         sizes_of(row), megabytes(unplanned_bytes), planned, floor, part("fused_floor_bytes"), overhead,

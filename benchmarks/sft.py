@@ -88,7 +88,8 @@ class Run:
     - step_s: seconds of each step but the first.
     """
 
-    def __init__(self, net: nn.Module, batches: int, *callbacks: Any, **options: Any) -> None:
+    def __init__(self, net: nn.Module, batches: int, *callbacks: Any, data: Any = None, **options: Any) -> None:
+        """data: as `texts` makes them; by default, as many as there are batches."""
         watch, self.shapes = Watch(), list[tuple[int, ...]]()
         with tempfile.TemporaryDirectory() as folder:
             args = trl.SFTConfig(
@@ -97,8 +98,9 @@ class Run:
                 dataloader_pin_memory=False, seed=3, bf16=False, **{"activation_checkpointing": False, **options},
             )  # fmt: skip
             trainer = trl.SFTTrainer(
-                net, args, train_dataset=texts(batches), processing_class=tokenizer(), callbacks=[watch, *callbacks]
-            )
+                net, args, train_dataset=texts(batches) if data is None else data, processing_class=tokenizer(),
+                callbacks=[watch, *callbacks],
+            )  # fmt: skip
             trainer.remove_callback(transformers.PrinterCallback)
             collate = trainer.data_collator
 

@@ -102,7 +102,7 @@ class Capturing:
 
         def left(layers: Sequence[str]) -> tuple[Any, ...]:
             step = functools.partial(checkpointing(self._model, layers, self.run), *call.variadic, **call.arguments)
-            return contextvars.copy_context().run(unplanned_peak, self._model, call, step).left
+            return contextvars.copy_context().run(unplanned_peak, self._model, call, step, 0).left
 
         try:
             is_exact = left(found) == left(())
@@ -110,7 +110,8 @@ class Capturing:
             log.info("no layers of islands are checkpointed, because %s", error)
             return False
         if is_exact:
-            self._known.layers, self._known.islands = tuple(found), NO_ISLANDS
+            islands = self._known.islands  # how their calls run with checkpoints is not known yet
+            self._known.layers, self._known.islands = tuple(found), Islands(islands.callables, reasons=islands.reasons)
         return is_exact
 
     @private.without_saved_tensor_hooks()
@@ -229,7 +230,7 @@ class Capturing:
 
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         # One run does not tell how islands go with sizes.
-        looks = self._looks and is_real and (not varying or self._known.islands is not NO_ISLANDS)
+        looks = self._looks and is_real and (not varying or bool(self._known.islands.calls))
         look = functools.partial(self._look_at_forward, sample)
         loop = TraceLoop(
             self._model, self._forward, sample, options, self._known, look, self.decides and is_real, looks

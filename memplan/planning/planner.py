@@ -252,7 +252,7 @@ class Planner:
             return step
         limit_bytes = self.limits.budget_bytes
         self.limits.reset(step.plan.peak_bytes - 1)
-        other = unplanned()
+        other = unplanned(below_bytes=step.plan.peak_bytes)
         if isinstance(other, Refused):
             self.limits.reset(limit_bytes)
             return step

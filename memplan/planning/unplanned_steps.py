@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -50,11 +51,13 @@ class UnplannedSteps:
         sample: Sample | Call,
         known: Sequence[ServingStep],
         error: UnsupportedModel,
+        below_bytes: float = math.inf,
     ) -> EagerStep | Refused:
         """A step for a call that can't be captured, once its peak is known to fit the budget.
 
         - known: steps that there are; the plan of an equal call tells what this one holds unplanned.
         - error: why the call can't be captured; returned, with more text, if it can't run unplanned either.
+        - below_bytes: what a plan holds. A step that holds as much is refused.
         """
         refusal = self._refusal(error)
         if refusal is not None:
@@ -65,7 +68,7 @@ class UnplannedSteps:
         peak_bytes, limit_bytes = unplanned_bytes(call, known), self._limits.budget_bytes
         layers: tuple[str, ...] = ()
         if peak_bytes is None or limit_bytes is None or peak_bytes > limit_bytes:
-            measured = self._measured(call, device, error)
+            measured = self._measured(call, device, error, below_bytes)
             if isinstance(measured, Refused):
                 return measured
             peak_bytes, limit_bytes, layers = measured
@@ -105,7 +108,7 @@ class UnplannedSteps:
         return None
 
     def _measured(
-        self, call: Call, device: torch.device, error: UnsupportedModel
+        self, call: Call, device: torch.device, error: UnsupportedModel, below_bytes: float
     ) -> tuple[int, int, tuple[str, ...]] | Refused:
         """Bytes of a run of the step on the sample, with all else on the device; the budget; layers to checkpoint.
 
@@ -116,9 +119,11 @@ class UnplannedSteps:
         if self._limits.accumulate:
             held_bytes += sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
 
+        most_bytes = below_bytes - 1 - held_bytes
+
         def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:
             run = functools.partial(checkpointing(self._model, layers, self._forward), *call.variadic, **call.arguments)
-            found = contextvars.copy_context().run(unplanned_peak, self._model, call, run)
+            found = contextvars.copy_context().run(unplanned_peak, self._model, call, run, most_bytes)
             after_bytes = found.end_bytes + needs.step_bytes + around.after_bytes
             return held_bytes + max(found.peak_bytes, after_bytes), found
 
@@ -143,6 +148,8 @@ class UnplannedSteps:
                     if found.left == plain.left:
                         ways[layers] = peak_bytes
         least_bytes = min(ways.values())
+        if least_bytes >= below_bytes:
+            return error
         limit_bytes = self._limits.fix_budget(plain_bytes, plain.resident_bytes + held_bytes, least_bytes)
         fitting = [layers for layers, peak_bytes in ways.items() if peak_bytes <= limit_bytes]
         if not fitting:

@@ -210,3 +210,29 @@ def test_layers() -> None:
     assert layers_of(net, 2) == ("stages.0", "stages.1", "blocks.0.0", "blocks.1")
     assert layers_of(net, 3) == ("stages.0.0", "stages.0.1", "stages.1", "blocks.0.0", "blocks.1")
     assert layers_of(nn.Linear(2, 2)) == ()
+
+
+def test_a_floor_is_no_higher_where_budgets_are_raised() -> None:
+    """The step would hold a little more unplanned, with its layers checkpointed, than planned."""
+    floors_bytes = list[int]()
+    for on_infeasible in ("advise", "min"):
+        torch.manual_seed(0)
+        net, x = Net(Layers(drop=0.3)), torch.randn(512, 16)
+        memplan.apply(net, x, "min", costs="estimate", on_infeasible=on_infeasible)  # type: ignore[arg-type]
+        plan = memplan.plan_of(net)
+        assert isinstance(plan, memplan.Plan)
+        floors_bytes.append(plan.peak_bytes)
+    assert floors_bytes[0] == floors_bytes[1]
+
+
+def test_trials_end_when_they_decide_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps with checkpoints and four without show that bits are the same. Four show that a plain step holds more
+    than the plan. Only one with checkpoints may hold less, and that takes up to fourteen.
+    """
+    torch.manual_seed(0)
+    net, x = Net(Layers(drop=0.3)), torch.randn(512, 16)
+    backward, trials = torch.autograd.backward, list[int]()
+    monkeypatch.setattr(torch.autograd, "backward", lambda *args: (trials.append(1), backward(*args)))
+    memplan.apply(net, x, "min", costs="estimate")
+    assert isinstance(memplan.plan_of(net), memplan.Plan)
+    assert len(trials) <= 4 + 4 + 4 + 14

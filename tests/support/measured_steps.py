@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
+import torch
+
 import memplan
 from memplan.installed.choice import StepChoice
 from memplan.installed.recovery import Recovery
@@ -17,7 +19,10 @@ from memplan.runtime.watch.meter import LiveMeter
 
 @dataclass
 class Applied:
-    """One call of `memplan.apply`: budget, plans that ran, and what each of their steps held, without scratch."""
+    """One call of `memplan.apply`: budget, plans that ran, and what each of their steps held, without scratch.
+
+    A step holds its outputs until the next one begins, whether or not the loop does, and the gradients that arrive.
+    """
 
     budget: Any
     plans: list[memplan.Plan] = field(default_factory=list)
@@ -45,6 +50,22 @@ class _EachStep:
         self._model, self._limits, self._step, self._applied = choice.model, choice.planner.limits, step, applied
         self._meter: LiveMeter | None = None
         self._begun = self._waiting = self._absent_bytes = self._before_bytes = 0
+        self._outputs = list[torch.Tensor]()
+        runner = step.runner
+        self._own_forward, self._own_backward = runner.forward, runner._backward
+        runner.forward, runner._backward = self._forward, self._backward  # type: ignore[method-assign]
+
+    def _forward(self, *args: Any) -> Any:
+        if not self._waiting:
+            self._outputs = []
+        found = self._own_forward(*args)
+        self._outputs += [output.detach() for output in found[0]]
+        return found
+
+    def _backward(self, state: Any, tangents: Any, run: Any) -> Any:
+        if self._meter is not None:
+            self._meter.register(tangents)
+        return self._own_backward(state, tangents, run)
 
     @contextlib.contextmanager
     def forward(self, inputs: object) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,12 +36,14 @@ class UnplannedPeak(NamedTuple):
     left: tuple[Any, ...]
 
 
-def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> UnplannedPeak:
+def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any], most_bytes: float = math.inf) -> UnplannedPeak:
     """What a step holds that `run` begins, parameters, buffers and inputs included, kernel scratch on CUDA only.
 
     Two steps are run. The first may leave something in Python attributes that the second still holds, or have libraries
     allocate on the device. Where forward draws random numbers, two more are run on other ones; if the peaks of these
     differ, as they do where layers are left out by chance, so are ten more, and a margin of an eighth is kept.
+
+    - most_bytes: if a step holds more, how much more does not matter, and no step is run to find the most.
     """
     meter, returned = LiveMeter(), list[Any]()
     with (
@@ -83,12 +86,16 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
         left = _left(model, call, attributes.left())  # whose frame holds gradients no longer than that
         if before != now:
             peaks += map(step, range(2))
-        margin_bytes = 0
-        if len(set(peaks[1:])) > 1:  # the first step may also hold what libraries allocate
-            peaks += map(step, range(10))
-            margin_bytes = (max(peaks) - resident_bytes) // 8
-        peak_bytes = max(peaks) + margin_bytes
-        return UnplannedPeak(resident_bytes, peak_bytes, meter.live_bytes, (*left, *returned, *now))
+        left = (*left, *returned, *now)
+        varies = len(set(peaks[1:])) > 1  # the first step may also hold what libraries allocate
+
+        def with_margin() -> int:
+            return max(peaks) + varies * (max(peaks) - resident_bytes) // 8
+
+        for seed in range(10):
+            if varies and with_margin() <= most_bytes:
+                peaks.append(step(seed))
+        return UnplannedPeak(resident_bytes, with_margin(), meter.live_bytes, left)
 
 
 def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
