@@ -389,9 +389,8 @@ class Planner:
         grads, sized = self.settings.grads, self._problems.sized(captured, plan)
         # Until it is lowered, a step must not hold the capture, or the batch would stay alive.
         programs = functools.partial(_programs, captured.traced, captured.expanded, plan, grads)
-        step = PlannedStep.of(self.model, captured, programs, grads, plan, provisional, self.placement.gathers, sized)
-        self.placement.serve(step)
-        return step
+        store = self.placement.store(captured.traced)
+        return PlannedStep.of(store, captured, programs, grads, plan, provisional, sized)
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
         """The plan, which says what is not checked, what margin it keeps and which calls run as they are."""
