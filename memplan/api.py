@@ -170,11 +170,10 @@ def apply(
     if isinstance(shards, ShardedModel):
         group = group or shards.group()
     _refuse_combinations(sample, budget, plan, group, shards, on_oom)
-    automatic = plan is None and (budget or budget_of_environment() or AUTOMATIC) == AUTOMATIC
-    if plan is None:
-        budget = named_budget(budget, model, device)
+    named = named_budget(budget, model, device) if plan is None else None
+    automatic = type(named) is int and named is not budget  # what the device has room for
     settings = Settings(
-        budget=budget, loss_fn=loss_fn, optimizer=optimizer, device=device, costs=costs, accumulate=accumulate,
+        budget=named, loss_fn=loss_fn, optimizer=optimizer, device=device, costs=costs, accumulate=accumulate,
         grads=grads, config=config, host_budget=host_budget, link=link, update=update, in_flight=in_flight,
         shards=shards, surroundings=surroundings or Surroundings(), init=init, keep_frozen=keep_frozen, arena=arena,
         kernels="fused" if plan is not None and plan.exact == "program" else kernels,

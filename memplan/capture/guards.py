@@ -6,7 +6,6 @@ These are numbers ("is the mask all ones?") and shapes of results (how many elem
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from memplan.capture.ops.sizes import (
     Dimension,
     Expression,
     Varying,
-    expressions_in,
     number_read,
     put,
     symbols_in,
@@ -55,13 +53,12 @@ class Guards:
         self._guards = traced.guards
         self._sources: list[Resident] = []
         self._sizes, self._device_types = traced.sizes, {"cpu", traced.device.type}
-        self._found: dict[fx.Node, fx.Node] = {}  # in the program, by the node that a guard reads
         self._program = self._compile(traced) if traced.guards else None
 
     def _compile(self, traced: Traced) -> fx.GraphModule:
         needed = {node for guard in traced.guards for node in guard.nodes}
         written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
-        graph, made, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
+        graph, made, root = fx.Graph(), dict[str, fx.Node](), nn.Module()  # made: by the name in the trace
         varying = {} if traced.sizes is None else traced.sizes.nodes
         shared = Counter(storage_of(n) for n in needed if n.op == "placeholder")
         if any(shared[memory] > 1 for memory in written):  # the program copies each for itself
@@ -69,15 +66,29 @@ class Guards:
                 "forward writes to an argument or a buffer that shares memory with another one, and then reads numbers "
                 "or shapes from them. Pass copies"
             )
-        numbers = self._sizes_before(graph, [varying[n.name] for n in needed if n.name in varying])
-        by_name = {n.name: n for n in needed}
+        found: dict[fx.Node, fx.Node] = {}  # in the program, by the node that a guard reads
+        numbers: dict[Expression, fx.Node] = {}
+        symbols = () if self._sizes is None else self._sizes.sources
+        of_inputs = {i: graph.placeholder(f"size_{i}") for i, s in enumerate(symbols) if isinstance(s, Dimension)}
+
+        def size(symbol: int) -> fx.Node:
+            source = symbols[symbol]
+            if isinstance(source, Dimension):
+                return of_inputs[symbol]
+            read = found[self._guards[source.read].node]
+            if source.index is None:
+                return graph.call_method("item", (read,))
+            return graph.call_function(operator.getitem, (read, source.index))
 
         def number(expression: Expression) -> fx.Node:
             """An expression, of sizes among which are some of earlier results."""
             if expression not in numbers:
-                sizes = {i: self._size(i, graph, numbers) for i in symbols_in(expression)}
-                root.add_module(f"number_{len(numbers)}", _Number(expression, [*sizes]))
-                numbers[expression] = graph.call_module(f"number_{len(numbers)}", tuple(sizes.values()))
+                evaluate, own = private.evaluator([expression.text]), symbols_in(expression)
+
+                def value(*sizes: int) -> Any:
+                    return evaluate(dict(zip(own, sizes, strict=True)))[0]
+
+                numbers[expression] = graph.call_function(value, tuple(map(size, own)))
             return numbers[expression]
 
         guarded = {guard.node: isinstance(guard.value, tuple) for guard in traced.guards}
@@ -85,50 +96,23 @@ class Guards:
             if node not in needed:
                 continue
             if node.op == "placeholder":
-                made[node] = graph.placeholder(node.name)
+                made[node.name] = graph.placeholder(node.name)
+                if storage_of(node) in written:  # so that the caller's tensor stays as it is
+                    made[node.name] = graph.call_function(torch.ops.aten.clone.default, (made[node.name],))
                 self._sources.append(traced.residents[node])
             elif node.op == "get_attr":
                 root.register_buffer(str(node.target), traced.constants[str(node.target)], persistent=False)
-                made[node] = graph.get_attr(str(node.target))
-            elif node.name in varying:
-                call = put((varying[node.name].args, varying[node.name].kwargs), number)
-                made[node] = graph.node_copy(node, made.__getitem__)
-                made[node].args, made[node].kwargs = fx.map_arg(
-                    call, lambda n: n if n.graph is graph else made[by_name[n.name]]
-                )
+                made[node.name] = graph.get_attr(str(node.target))
             else:
-                made[node] = graph.node_copy(node, made.__getitem__)
+                call: Any = varying.get(node.name, node)
+                given = put((call.args, call.kwargs), number)
+                args, kwargs = fx.map_arg(given, lambda n: n if n.graph is graph else made[n.name])
+                made[node.name] = graph.create_node(node.op, node.target, args, kwargs)
             if node in guarded:  # now: later ops may write to it. Nor are large results kept
                 read = "size" if guarded[node] else "clone"
-                self._found[node] = graph.call_method(read, (made[node],))
-        # What the program writes to is copied first, so that the caller's tensor stays as it is.
-        for node in [n for n in made if n.op == "placeholder" and storage_of(n) in written]:
-            first = next(n for n in graph.nodes if n.op != "placeholder")
-            with graph.inserting_before(first):
-                copied = graph.call_function(torch.ops.aten.clone.default, (made[node],))
-            made[node].replace_all_uses_with(copied, functools.partial(operator.is_not, copied))
-        graph.output([self._found[guard.node] for guard in traced.guards])
+                found[node] = graph.call_method(read, (made[node.name],))
+        graph.output([found[guard.node] for guard in traced.guards])
         return fx.GraphModule(root, graph, class_name="Guards")
-
-    def _sizes_before(self, graph: fx.Graph, things: Any) -> dict[Expression, fx.Node]:
-        """Placeholders for expressions of sizes of inputs, which are known before the program runs."""
-        sources = () if self._sizes is None else self._sizes.sources
-        known = {i for i, source in enumerate(sources) if isinstance(source, Dimension)}
-        wanted = [*expressions_in(things), *(Expression(f"s[{i}]") for i in known if len(known) < len(sources))]
-        before = list(dict.fromkeys(e for e in wanted if known.issuperset(symbols_in(e))))
-        self._evaluate = private.evaluator([expression.text for expression in before])
-        return {expression: graph.placeholder(f"size_{i}") for i, expression in enumerate(before)}
-
-    def _size(self, symbol: int, graph: fx.Graph, numbers: dict[Expression, fx.Node]) -> fx.Node:
-        """The value of a symbol, in the program."""
-        assert self._sizes is not None
-        source = self._sizes.sources[symbol]
-        if isinstance(source, Dimension):
-            return numbers[Expression(f"s[{symbol}]")]
-        found = self._found[self._guards[source.read].node]
-        if source.index is None:
-            return graph.call_method("item", (found,))
-        return graph.call_function(operator.getitem, (found, source.index))
 
     @property
     def lines(self) -> list[str]:
@@ -154,7 +138,7 @@ class Guards:
         symbols = () if self._sizes is None else self._sizes.sources
         try:
             sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
-            sizes = self._evaluate([s.of(inputs) if isinstance(s, Dimension) else 0 for s in symbols])
+            sizes = [s.of(inputs) for s in symbols if isinstance(s, Dimension)]
             with torch.no_grad(), contextlib.ExitStack() as stack:
                 for device_type in self._device_types:  # casts are ops of the program
                     if torch.is_autocast_enabled(device_type):
@@ -205,17 +189,6 @@ class Guards:
                 same = then is None or value == then
             if not same:
                 yield place, guard, value
-
-
-class _Number(nn.Module):
-    """The value of an expression. It is called with the values of some symbols."""
-
-    def __init__(self, expression: Expression, symbols: Sequence[int]) -> None:
-        super().__init__()
-        self._symbols, self._evaluate = symbols, private.evaluator([expression.text])
-
-    def forward(self, *values: int) -> Any:
-        return self._evaluate(dict(zip(self._symbols, values, strict=True)))[0]
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:

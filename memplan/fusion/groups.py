@@ -65,7 +65,7 @@ class Grouper:
         self._step = step
         self._group: dict[fx.Node, int] = {}
         self._members: dict[int, list[fx.Node]] = {}
-        self._successors: dict[int, set[int]] = defaultdict(set)
+        self._order = nx.DiGraph()  # of groups: an edge leads to one that must run later
         self._externs_before: dict[fx.Node, int] = {}
         self._of_op: dict[int, list[fx.Node]] = defaultdict(list)
         self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # of those worth a join
@@ -87,11 +87,8 @@ class Grouper:
             inside = set(members)
             leaving = [m for m in members if node_kind(m) == "extern" or any(u not in inside for u in readers_of(m))]
             turn[group] = min((place_of_node(m).op for m in leaving), default=place_of_node(members[-1]).op)
-        graph = nx.DiGraph()
-        graph.add_nodes_from(self._members)
-        graph.add_edges_from((group, after) for group in self._members for after in self._successors[group])
         found: list[Unit] = []
-        for index in nx.lexicographical_topological_sort(graph, key=lambda group: (turn[group], group)):
+        for index in nx.lexicographical_topological_sort(self._order, key=lambda group: (turn[group], group)):
             members = self._members[index]
             if node_kind(members[0]) == "extern":
                 found.append(place_of_node(members[0]).op)
@@ -110,8 +107,8 @@ class Grouper:
             return
         self._group[node] = own = len(self._group)
         self._members[own] = [node]
-        for before in (*sources, *self._conflicts(node)):
-            self._successors[self._group[before]].add(own)
+        self._order.add_node(own)
+        self._order.add_edges_from((self._group[before], own) for before in (*sources, *self._conflicts(node)))
         for base in bases_read(node):
             self._all_readers[base].append(node)
         if node_kind(node) == "extern":
@@ -156,12 +153,10 @@ class Grouper:
             self._group[member] = a
         first.extend(second)
         del self._members[b]
-        self._successors[a] |= self._successors.pop(b, set())
-        for successors in self._successors.values():
-            if b in successors:
-                successors.discard(b)
-                successors.add(a)
-        self._successors[a].discard(a)
+        self._order.add_edges_from([(a, after) for after in self._order.succ[b]])
+        self._order.add_edges_from([(before, a) for before in self._order.pred[b]])
+        self._order.remove_node(b)
+        self._order.remove_edges_from([(a, a)])
 
     def _replaces(self, group: Collection[fx.Node], node: fx.Node, last: int) -> bool:
         """Whether a node may as well run where a group does, for its result takes the place of one of the group's."""
@@ -178,15 +173,7 @@ class Grouper:
 
     def _leads(self, a: int, b: int) -> bool:
         """Whether a way through a third group leads from one to the other."""
-        seen, stack = set[int](), [s for s in self._successors[a] if s != b]
-        while stack:
-            group = stack.pop()
-            if group == b:
-                return True
-            if group not in seen:
-                seen.add(group)
-                stack.extend(self._successors[group])
-        return False
+        return any(nx.has_path(self._order, after, b) for after in self._order.succ[a] if after != b)
 
 
 def without_dead(step: StepGraph, units: list[Unit]) -> list[Unit]:

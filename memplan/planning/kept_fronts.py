@@ -25,7 +25,7 @@ from memplan.cache import is_used, keep, keep_newest, kept
 from memplan.config import Config
 from memplan.errors import InvalidPlanFile
 from memplan.problem.data import Problem
-from memplan.problem.file import Reader, pack, read_checked, unpack
+from memplan.problem.file import decoded, pack, read_checked, unpack
 from memplan.solvers import Bound, Candidate, Front, front_of_orders
 from memplan.solvers.bounds.dual import BoundLine
 
@@ -48,7 +48,7 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
         if content["key"] != key:
             raise InvalidPlanFile("the front is that of another problem")
         lines = tuple(BoundLine(float(at_zero_s), float(slope)) for at_zero_s, slope in content["lines"])
-        bound = Bound(problem.baseline_time_s, Reader.typed(content, "floor_bytes", int), lines)
+        bound = Bound(problem.baseline_time_s, decoded(int, content["floor_bytes"], "floor_bytes"), lines)
         points: Sequence[tuple[str, Sequence[int]]] = [(str(solver), order) for solver, order in content["points"]]
         return front_of_orders(problem, config, points, bound)
 

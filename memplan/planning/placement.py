@@ -22,7 +22,7 @@ from memplan.runtime.host.streams import measure_link
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.collectives import Gathers
-from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.ranks.sharded_model import ShardedModel
 
 
@@ -58,8 +58,7 @@ class Placement:
         self.updates: UpdatesInBackward | None = None
         self._counted: dict[str, nn.Parameter] | None = None
         self.known_link = settings.link
-        self._transfers: Transfers | None = None  # of all steps, which share host memory
-        self._arena: StepArena | None = None  # of all steps
+        self._shared: tuple[Transfers, StepArena] | None = None  # by all steps
 
     @property
     def is_to_be_decided(self) -> bool:
@@ -192,16 +191,14 @@ class Placement:
                 bring_states(settings.optimizer, set(self._model.parameters()))
             captured.key.moved()
 
-    def serve(self, step: PlannedStep) -> None:
-        """Let a new step share copies and updates with the earlier ones."""
-        transfers = self._transfers or step.runner.store.transfers
+    def store(self, traced: Traced) -> ParameterStore:
+        """Parameters and buffers for a new step, with the copies, updates and gathers that all steps share."""
+        if self._shared is None or self._shared[0].device != traced.device:
+            self._shared = Transfers(traced.device), StepArena(traced.device)
+        transfers, arena = self._shared
         if self.updates is not None:
             self.updates.host = {p for name, p in self._model.named_parameters() if name in (self.host or ())}
             self.updates.reads_done, self.updates.arrived = transfers.reads_done, transfers.arrived
-        if step.plan.problem.link is not None:
-            self._transfers = transfers
-        copies = None if step.plan.problem.link is None else transfers
-        step.runner.store.share(copies, self.updates)
-        self._arena = self._arena or step.runner.store.arena
-        if self._arena.device == step.runner.store.arena.device:
-            step.runner.store.arena = self._arena
+        names = {n for n, p in self._model.named_parameters() if p.requires_grad}
+        names |= {r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")}
+        return ParameterStore(self._model, names, transfers, arena, self.updates, self.gathers, traced.specs)

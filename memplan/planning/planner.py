@@ -205,7 +205,12 @@ class Planner:
             captured = capture()
             if isinstance(captured, UnsupportedModel):
                 return self._unplanned.step(sample, known, captured)
-            found = self._unsearched(captured, known, share)
+            found: PlannedStep | None = None  # by a plan that needs no search
+            if captured.traced.sizes is None and (share is None or self.settings.shards is None):
+                found = self._equal_step(captured, known)  # where what changed is of no concern to the step
+            if captured.traced.sizes is None and found is None and known and share is None:
+                plan = self._without_search.hurried(captured, known)
+                found = None if plan is None else self._whole(captured, plan, plan.overhead > 0)
         collective = next((op for op in captured.traced.graph.ops if op.is_collective), None)
         if collective is not None and share is None and self.capturing.alone:
             return UnsupportedModel(  # other ranks may run collectives in another order
@@ -257,17 +262,6 @@ class Planner:
             self.limits.reset(limit_bytes)
             return step
         return other
-
-    def _unsearched(self, captured: Capture, known: Sequence[ServingStep], share: Share | None) -> PlannedStep | None:
-        """A step whose plan needs no search; None where there is none."""
-        if captured.traced.sizes is not None:
-            return None
-        in_one_order = share is not None and self.settings.shards is not None  # other ranks may know another schedule
-        same = None if in_one_order else self._equal_step(captured, known)
-        if same is not None:  # what changed is of no concern to the step
-            return same
-        plan = self._without_search.hurried(captured, known) if known and share is None else None
-        return None if plan is None else self._whole(captured, plan, plan.overhead > 0)
 
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
@@ -389,9 +383,8 @@ class Planner:
         grads, sized = self.settings.grads, self._problems.sized(captured, plan)
         # Until it is lowered, a step must not hold the capture, or the batch would stay alive.
         programs = functools.partial(_programs, captured.traced, captured.expanded, plan, grads)
-        step = PlannedStep.of(self.model, captured, programs, grads, plan, provisional, self.placement.gathers, sized)
-        self.placement.serve(step)
-        return step
+        store = self.placement.store(captured.traced)
+        return PlannedStep.of(store, captured, programs, grads, plan, provisional, sized)
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
         """The plan, which says what is not checked, what margin it keeps and which calls run as they are."""

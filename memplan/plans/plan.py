@@ -15,8 +15,7 @@ from memplan.plans.choices import decisions
 from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_html import html_text
 from memplan.plans.plan_text import report_text, summary
-from memplan.problem.data import Graph
-from memplan.problem.file import Reader, pack, problem_from_json, read_checked, unpack
+from memplan.problem.file import pack, problem_from_json, read_checked, read_fields, unpack
 from memplan.problem.schedule import (
     Boundary,
     Compute,
@@ -141,28 +140,22 @@ def _from_json(content: Any) -> Plan:
     if content.get("version") != _VERSION:
         raise InvalidPlanFile(f"plan file version {content.get('version')!r}; this memplan reads version {_VERSION}")
     problem = problem_from_json(content)
-    schedule = tuple(_read_step(s, problem.graph) for s in Reader.typed(content, "schedule", list))
+    schedule = tuple(_read_step(*step) for step in content["schedule"])
     timeline = simulate(problem, schedule)
     if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
         raise InvalidPlanFile(
             f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}"
         )
     unsaid = {"unchecked": (), "islands": (), "margin": 0.0}
-    plan = Reader.filled(Plan, content, problem=problem, schedule=schedule, timeline=timeline, **unsaid)
+    plan = read_fields(Plan, content, problem=problem, schedule=schedule, timeline=timeline, **unsaid)
     if plan.lower_bound_s > plan.time_s or plan.floor_bytes > plan.peak_bytes:
         raise InvalidPlanFile("the plan beats its own lower bound or floor")
     _ = plan.baseline_peak_bytes  # replays the unplanned step, which must be legal too
     return plan
 
 
-def _read_step(content: Any, graph: Graph) -> Step:
-    name, *arguments = content
-    if name == "boundary" and not arguments:
-        return Boundary()
-    if name == "surface" and len(arguments) == 1:
-        return SurfaceGrads(Reader.indices(arguments[0], len(graph.values), "surface"))
-    if name not in _STEP_NAMES or len(arguments) != 1:
-        raise InvalidPlanFile(f"unknown step {content!r}")
-    limit = len(graph.ops) if name in ("compute", "save_rng", "drop_rng") else len(graph.values)
-    (index,) = Reader.indices(arguments, limit, name)
-    return _STEP_NAMES[name](index)  # type: ignore[no-any-return]
+def _read_step(name: str, *arguments: Any) -> Step:
+    if name not in _STEP_NAMES:
+        raise InvalidPlanFile(f"unknown step {name!r}")
+    kind = _STEP_NAMES[name]
+    return read_fields(kind, dict(zip(kind.__match_args__, arguments, strict=True)))  # type: ignore[no-any-return]

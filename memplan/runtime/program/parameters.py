@@ -32,14 +32,14 @@ class ParameterStore:
         self,
         model: nn.Module,
         names: Iterable[str],
-        device: torch.device,
-        gathers: Gathers | None = None,
-        specs: Mapping[str, Any] | None = None,
+        transfers: Transfers,
+        arena: StepArena,
+        updates: UpdatesInBackward | None,
+        gathers: Gathers | None,
+        specs: Mapping[str, Any],
     ) -> None:
-        self.model, self.transfers, self._specs = model, Transfers(device), specs or {}
-        self.updates: UpdatesInBackward | None = None
-        self.arena = StepArena(device)
-        self.gathers = gathers
+        self.model, self.transfers, self.arena, self.updates = model, transfers, arena, updates
+        self.gathers, self._specs = gathers, specs
         self.absent: set[str] = set()  # parameters that get no gradient in this backward
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
@@ -49,10 +49,6 @@ class ParameterStore:
             module = model.get_submodule(path)
             home = module._parameters if leaf in module._parameters else module._buffers
             self._homes[name] = (home, leaf)
-
-    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None) -> None:
-        """Share these with the stores of the model's other steps."""
-        self.transfers, self.updates = transfers or self.transfers, updates
 
     def __getitem__(self, name: str) -> torch.Tensor:
         home, leaf = self._homes[name]  # as `parameter` does: this runs several times a step for each of them

@@ -20,7 +20,7 @@ from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.errors import MemplanError, Refused
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
-from memplan.runtime.program.collectives import GRADIENT, Collectives, Gathers
+from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Grads, Program
@@ -50,24 +50,21 @@ class PlannedStep:
 
     @staticmethod
     def of(
-        model: nn.Module,
+        store: ParameterStore,
         capture: Capture,
         lowered: Callable[[], tuple[Program, ...]],
         grads: Grads,
         plan: Plan,
-        provisional: bool = False,
-        gathers: Gathers | None = None,
-        sized: SizedPlan | None = None,
+        provisional: bool,
+        sized: SizedPlan | None,
     ) -> PlannedStep:
         """The step for the model that was captured. It holds no tensors of the batch that it was captured with.
 
         lowered: gives the plan as programs.
         """
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        traced, trainable = capture.traced, tuple(n for n, p in model.named_parameters() if p.requires_grad)
-        names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
-        store = ParameterStore(model, names, traced.device, gathers, traced.specs)
-        inputs = trainable if grads == "edges" else ()
+        trainable = (n for n, p in store.model.named_parameters() if p.requires_grad)
+        inputs = tuple(trainable) if grads == "edges" else ()
         runner = Runner(capture, lowered, plan, store, inputs)
         if plan.problem.costs.source != "measured":  # some ops have not run here
             runner.check_first_runs()

@@ -61,12 +61,22 @@ def ascend(program: MomentProgram, budget_bytes: int, rounds: int, before: Look 
     room = (budget_bytes - program.fixed_bytes) / byte_scale
     scaled = program._replace(cost=program.cost / time_scale)
     weight = program.size_bytes / byte_scale
-    look = Look(*_multipliers(scaled, weight, room.astype(np.float64), rounds, before))
+    steps = _steps_of(program, weight, np.arange(len(room)))
+    look = Look(*_multipliers(scaled, weight, room.astype(np.float64), steps, rounds, before))
     at_room_free, taken = _bound(scaled, weight, look.rows, look.prices)
     # What rounding may have added: a few units in the last place of each term.
     safe = at_room_free - 1e-12 * taken
     held = float((look.prices * (program.fixed_bytes / byte_scale)).sum())
     return BoundLine((safe + held) * time_scale, float(look.prices.sum()) / byte_scale * time_scale), look
+
+
+@kernel
+def _pay(p: MomentProgram, rows: Floats, paid: Floats) -> None:
+    """Add what these multipliers of rows pay for each column."""
+    for i in range(len(rows)):
+        paid[p.left[i]] += rows[i]
+        paid[p.right[i]] += rows[i]
+        paid[p.needs[i]] -= rows[i]
 
 
 @kernel
@@ -76,10 +86,7 @@ def _bound(p: MomentProgram, weight: Floats, rows: Floats, prices: Floats) -> tu
     for j in range(len(reduced)):
         if p.moment[j] >= 0:
             reduced[j] += prices[p.moment[j]] * weight[j]
-    for i in range(len(rows)):
-        reduced[p.left[i]] -= rows[i]
-        reduced[p.right[i]] -= rows[i]
-        reduced[p.needs[i]] += rows[i]
+    _pay(p, -rows, reduced)
     total = 0.0
     size = 0.0
     for i in range(len(rows)):
@@ -92,36 +99,19 @@ def _bound(p: MomentProgram, weight: Floats, rows: Floats, prices: Floats) -> tu
     return total, size
 
 
-@kernel
-def _step_sizes(p: MomentProgram, weight: Floats, moments: int) -> tuple[Floats, Floats, Floats]:
-    """Steps of columns, rows and prices: one over what each meets."""
-    step_x = np.full(len(p.cost), 1e-9)
-    step_y = np.zeros(len(p.left))
-    step_l = np.full(moments, 1e-9)
-    for i in range(len(step_y)):
-        for j in (p.left[i], p.right[i], p.needs[i]):
-            if j > 0:
-                step_x[j] += 1.0
-                step_y[i] += 1.0
-    for j in range(len(step_x)):
-        if p.moment[j] >= 0:
-            step_x[j] += weight[j]
-            step_l[p.moment[j]] += weight[j]
-    step_x = 1.0 / step_x
+def _steps_of(p: MomentProgram, weight: Floats, moments: Ints) -> tuple[Floats, Floats, Floats, Ints, Ints]:
+    """Steps of columns, rows and prices (one over what each meets), and where the columns of each moment start and end.
+
+    The columns of a moment stand together.
+    """
+    terms, heavy = np.stack([p.left, p.right, p.needs], axis=1), p.moment >= 0
+    columns = np.concatenate([np.arange(len(weight)), terms.ravel(), np.nonzero(heavy)[0]])
+    met = np.concatenate([np.full(len(weight), 1e-9), np.ones(terms.size), weight[heavy]])
+    step_x, step_y = 1.0 / np.bincount(columns, met), 1.0 / np.maximum((terms > 0).sum(axis=1), 1.0)
     step_x[0] = 0.0
-    return step_x, 1.0 / np.maximum(step_y, 1.0), 1.0 / step_l
-
-
-@kernel
-def _ranges(moment: Ints, moments: int) -> tuple[Ints, Ints]:
-    """First column that a moment weighs, and one past the last; they stand together."""
-    start, stop = np.zeros(moments, dtype=np.int64), np.zeros(moments, dtype=np.int64)
-    for j in range(len(moment)):
-        if moment[j] >= 0:
-            if stop[moment[j]] == 0:
-                start[moment[j]] = j
-            stop[moment[j]] = j + 1
-    return start, stop
+    at, sizes = np.append(moments, p.moment[heavy]), np.append(np.full(len(moments), 1e-9), weight[heavy])
+    start = np.searchsorted(np.maximum.accumulate(p.moment), moments)
+    return step_x, step_y, 1.0 / np.bincount(at, sizes), start, start + np.bincount(at) - 1
 
 
 @kernel
@@ -143,12 +133,12 @@ def _weight_of(columns: Floats, weight: Floats) -> float:
 
 @kernel
 def _multipliers(
-    p: MomentProgram, weight: Floats, room: Floats, rounds: int, before: Look
-) -> tuple[Floats, Floats, Floats, Floats, Floats, float]:
-    """The fields of a `Look`."""
+    p: MomentProgram, weight: Floats, room: Floats, steps: tuple[Floats, Floats, Floats, Ints, Ints], rounds: int,
+    before: Look,
+) -> tuple[Floats, Floats, Floats, Floats, Floats, float]:  # fmt: skip
+    """The fields of a `Look`. steps: what `_steps_of` gives."""
     n, m, moments = len(p.cost), len(p.left), len(room)
-    step_x, step_y, step_l = _step_sizes(p, weight, moments)
-    start, stop = _ranges(p.moment, moments)
+    step_x, step_y, step_l, start, stop = steps
     # No index is negative, and unsigned ones need no test for that.
     left, right, needs = p.left.astype(np.uint64), p.right.astype(np.uint64), p.needs.astype(np.uint64)
     x, y, prices = before.columns.copy(), before.last_rows.copy(), before.last_prices.copy()
@@ -160,10 +150,7 @@ def _multipliers(
     ratio = before.ratio
     count = 0
     paid = np.zeros(n)  # what rows and prices pay for each column
-    for i in range(m):
-        paid[left[i]] += y[i]
-        paid[right[i]] += y[i]
-        paid[needs[i]] -= y[i]
+    _pay(p, y, paid)
     extra = np.empty(n)
     start_x, start_y, start_l = x.copy(), y.copy(), prices.copy()
     length = 2 * _CHECK
@@ -195,14 +182,10 @@ def _multipliers(
         count += 1
         if (r + 1) % _CHECK == 0:
             mean_x, mean_y, mean_l = sum_x / count, sum_y / count, sum_l / count
-            now = _bound(p, weight, y, prices)[0] - (prices * room).sum()
-            mean = _bound(p, weight, mean_y, mean_l)[0] - (mean_l * room).sum()
-            if now > best:
-                best = now
-                best_y[:], best_l[:] = y, prices
-            if mean > best:
-                best = mean
-                best_y[:], best_l[:] = mean_y, mean_l
+            for rows, charged in ((y, prices), (mean_y, mean_l)):
+                now = _bound(p, weight, rows, charged)[0] - (charged * room).sum()
+                if now > best:
+                    best, best_y, best_l = now, rows.copy(), charged.copy()
             if best > hopeless:
                 return best_y, best_l, mean_x, np.zeros(m), np.zeros(moments), 1.0
             if count >= length:
@@ -214,10 +197,7 @@ def _multipliers(
                 start_x, start_y, start_l = x.copy(), y.copy(), prices.copy()
                 sum_x[:], sum_y[:], sum_l[:] = 0.0, 0.0, 0.0
                 paid[:] = 0.0
-                for i in range(m):
-                    paid[left[i]] += y[i]
-                    paid[right[i]] += y[i]
-                    paid[needs[i]] -= y[i]
+                _pay(p, y, paid)
                 count = 0
                 length += _CHECK
     return best_y, best_l, mean_x, mean_y, mean_l, ratio
