@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils import prune, spectral_norm, weight_norm
 
 import memplan
+from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, run_steps
 
 WIDTH = 48
@@ -29,7 +30,7 @@ def blocks(hook: Callable[[nn.Module], Any]) -> nn.Sequential:
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated in favor of:FutureWarning")
-@pytest.mark.parametrize("budget", [memplan.Budget(activations=0.7), "min"])
+@pytest.mark.parametrize("budget", quickly((memplan.Budget(activations=0.7), "min"), "min"))
 @pytest.mark.parametrize("hook", [weight_norm, spectral_norm, pruned])
 def test_hooks_that_compute_weights_are_part_of_the_plan(hook: Callable[[nn.Module], Any], budget: Any) -> None:
     (net, planned), x = (blocks(hook) for _ in range(2)), torch.randn(96, WIDTH)

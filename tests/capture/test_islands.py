@@ -17,6 +17,7 @@ from torch import nn
 import memplan
 from memplan.installed.planned_forward import planned_forward
 from tests.support.meter import live_peak
+from tests.support.parameters import quickly
 
 SEEN: list[torch.Tensor] = []
 WIDTH = 32
@@ -298,7 +299,9 @@ def test_what_leaves_traces_in_python_runs_once(habit: Any) -> None:
     assert not any(op.recomputable for op in graph.ops if op.kind.startswith("memplan.island"))
 
 
-@pytest.mark.parametrize("habit", [tanh, several, dropout, once], ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize(
+    "habit", quickly((tanh, several, dropout, once), several, dropout), ids=lambda habit: habit.__name__
+)
 def test_fused_kernels_around_islands(habit: Any) -> None:
     model, x = net(habit)
     steps = []

@@ -133,12 +133,10 @@ def with_changes(name: str) -> list[tuple[str, Callable[[Any], None], Sample]]:
 
 @pytest.mark.parametrize(
     ("wanted", "plans"),
-    [
-        (("items", "full mask", "padded mask", "other dropout", "full mask again"), 3),
-        pytest.param(None, 5, marks=pytest.mark.slow),
-    ],
+    [(("items", "full mask", "padded mask", "other dropout", "full mask again"), 3), (None, 5)],
     ids=["some", "all"],
 )
+@pytest.mark.slow
 def test_a_library_model_through_many_changes(
     wanted: tuple[str, ...] | None, plans: int, plans_made: Callable[[], int]
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memplan
+from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, run_steps
 
 WIDTH = 16
@@ -53,7 +54,7 @@ class Looks(nn.Module):
         }[self.of]()
 
 
-@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("backward", quickly((True, False), True))
 @pytest.mark.parametrize("of", ["its argument", "a result", "a list", "a flag", "a word", "a number", "nothing"])
 def test_what_a_call_gives_may_change(of: str, backward: bool) -> None:
     torch.manual_seed(1)

@@ -228,7 +228,7 @@ class Matcher(nn.Module):
         return (torch.from_numpy(np.argsort(np.abs(outputs["rows"].numpy()).sum(1) ** self.power)),)
 
 
-@pytest.mark.parametrize("summed", [True, False])
+@pytest.mark.parametrize("summed", quickly((True, False), False))
 @pytest.mark.parametrize("kind", [Reads, Counts, Appends, AppendsOutside, Sorts, Normalises])
 def test_a_module_is_an_island(kind: type[nn.Module], summed: bool) -> None:
     SEEN.clear()
