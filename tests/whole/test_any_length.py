@@ -174,6 +174,7 @@ def test_batches_with_running_statistics() -> None:
     assert captures(net) <= 3
 
 
+@pytest.mark.slow
 def test_two_lengths_in_one_call_under_autocast() -> None:
     net, sample = MODELS["t5"](0)
     assert isinstance(sample, dict)
