@@ -181,11 +181,11 @@ def _without_tensors(container: Any, key: Any, alone: bool, graph: RecordedGraph
     value = container[key]
     if isinstance(value, torch.Tensor) and not isinstance(value, private.FakeTensor):
         return _Taken(saver.add(value.detach()))
-    if type(value) is np.ndarray and (tensor := _tensor_of(value)) is not None:
+    if alone and type(value) is np.ndarray and (tensor := _tensor_of(value)) is not None:
         return _Taken(saver.add(tensor), True)
     if isinstance(value, tuple):
         parts = [_without_tensors(value, i, alone, graph, saver) for i in range(len(value))]
-        return value if all(map(operator.is_, parts, value)) else getattr(value, "_make", tuple)(parts)
+        return value if all(map(operator.is_, parts, value)) else getattr(value, "_make", type(value))(parts)
     if alone and isinstance(value, (dict, list)):
         _take(value, graph, saver)
     elif alone and hasattr(value, "__dict__") and not isinstance(value, _SHARED):
@@ -194,12 +194,17 @@ def _without_tensors(container: Any, key: Any, alone: bool, graph: RecordedGraph
 
 
 def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
-    """A tensor in the memory of an array: that of the tensor behind it, if there is one. None if PyTorch has none."""
+    """A tensor in the memory of an array: that of the tensor behind it, if there is one.
+
+    None if it is part of an array that something else holds, or if PyTorch has no such tensors.
+    """
     if array.dtype not in _NUMPY_TYPES or not array.flags.writeable or min(array.strides, default=0) < 0:
         return None
     tensor: torch.Tensor = torch.from_numpy(array)
     base: Any = array
     while isinstance(base, np.ndarray):
+        if isinstance(base.base, np.ndarray) and sys.getrefcount(base.base) > _REFERENCES:
+            return None
         base = base.base
     if isinstance(base, torch.Tensor) and base.dtype == tensor.dtype:
         offset = (tensor.data_ptr() - base.untyped_storage().data_ptr()) // tensor.element_size()
@@ -212,5 +217,5 @@ def _with_tensors(left: Any, saved: Sequence[torch.Tensor]) -> Any:
     if isinstance(left, _Taken):
         return saved[left.place].numpy() if left.is_array else saved[left.place]
     if isinstance(left, tuple):
-        return getattr(left, "_make", tuple)([_with_tensors(part, saved) for part in left])
+        return getattr(left, "_make", type(left))([_with_tensors(part, saved) for part in left])
     return left
