@@ -171,7 +171,7 @@ def apply(
         group = group or shards.group()
     _refuse_combinations(sample, budget, plan, group, shards, on_oom)
     named = named_budget(budget, model, device) if plan is None else None
-    automatic = type(named) is int and named is not budget  # what the device has room for
+    automatic = type(named) is int and named is not budget  # bytes that nobody named
     settings = Settings(
         budget=named, loss_fn=loss_fn, optimizer=optimizer, device=device, costs=costs, accumulate=accumulate,
         grads=grads, config=config, host_budget=host_budget, link=link, update=update, in_flight=in_flight,

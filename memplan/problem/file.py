@@ -127,7 +127,7 @@ def _wrong_in_graph(graph: Graph) -> Iterator[str]:
 
 
 def _wrong_in_costs(problem: Problem) -> Iterator[str]:
-    """What is wrong with figures, of the right types each, beside a sound graph."""
+    """What is wrong with figures, of the right types each, of a sound graph."""
     graph, costs, link = problem.graph, problem.costs, problem.link
     if problem.in_flight < 1:
         yield f"'in_flight' is {problem.in_flight}, expected an integer of 1 or more"

@@ -19,7 +19,7 @@ def measured_twice(
 ) -> tuple[list[torch.Tensor], IslandCost, int]:
     """Results and cost of one of the two ops, from two runs: one for memory, one for time. given: its inputs.
 
-    Last come the bytes that a run leaves behind beside its results, as tensors in a closure that `ctx` has.
+    Last come the bytes that a run leaves behind and does not return: tensors in a closure that `ctx` has, for instance.
     """
     meter, record = LiveMeter(), private.MemoryRecord()  # which has what kernels allocate for themselves, too
     meter.register(given)
