@@ -25,22 +25,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memplan
 from benchmarks.environment import environment, own_cache
-from memplan.capture.shards import NetworkSpeed
-from memplan.problem.data import GatherSpeed, Problem
+from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
-from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.solvers.offload.overlap import overlapped
 
 RANKS, LINK_BYTES_PER_S, LATENCY_S = 8, 50e9, 20e-6
-ROOFLINE = memplan.Roofline(600e12, 3e12, 5e-6)
+# Of a ring over the link: each rank sends all parts but its own.
+ROOFLINE = memplan.Roofline(
+    600e12, 3e12, 5e-6, network=memplan.GatherSpeed(LINK_BYTES_PER_S * RANKS / (RANKS - 1), LATENCY_S)
+)
 LENGTH = 4096
-
-
-def network() -> NetworkSpeed:
-    """A ring over the link: each rank sends all parts but its own, twice where they are reduced and gathered."""
-    once = GatherSpeed(LINK_BYTES_PER_S * RANKS / (RANKS - 1), LATENCY_S)
-    return NetworkSpeed(once, once, GatherSpeed(once.bytes_per_s / 2, LATENCY_S))
 
 
 def sharded(layers: int) -> torch.nn.Module:
@@ -104,15 +99,12 @@ def main() -> None:
     print(json.dumps(environment()))
     torch.distributed.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
     model = sharded(args.layers)
-    shards = ShardedModel.of(model)
-    assert shards is not None
-    shards.network = network()
     for tokens in args.tokens:
         ids = torch.zeros(tokens // LENGTH, LENGTH, dtype=torch.long)
         sample = {"input_ids": ids, "labels": ids}
 
         def planned(budget: float | int, sample: dict[str, torch.Tensor] = sample) -> memplan.Plan:
-            return memplan.plan(model, sample, budget, costs=ROOFLINE, device="cpu", shards=shards)
+            return memplan.plan(model, sample, budget, costs=ROOFLINE, device="cpu")
 
         problem = planned(1.0).problem
         ops_s, network_s = problem.without_network.baseline_time_s, problem.network_s

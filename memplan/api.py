@@ -37,6 +37,7 @@ from memplan.runtime.host.place import Init
 from memplan.runtime.program.program import Grads
 from memplan.runtime.program.step import ServingStep, step_or_raise
 from memplan.runtime.ranks.agreement import Agreement, Share
+from memplan.runtime.ranks.network import measure_network
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.torch_private import pytree
@@ -200,17 +201,17 @@ def apply(
         with _plan_set_aside(model) as original:
             agreement = None if group is None else Agreement(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
-                assert group is not None
                 assert agreement is not None
                 agreement.together(functools.partial(aside.enter_context, shards.taking_over(for_good=True)))
                 original = model.forward
-                if settings.costs == "measure":
-                    agreement.together(functools.partial(shards.measure, group))
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
 
             # 3. A planner makes the first step, which the planned model will find among those that it chooses from.
             planner = Planner(model, original, settings, grouped=group is not None)
             planner.check_optimizer()
+            if agreement is not None and settings.costs == "measure":
+                measured = functools.partial(measure_network, agreement.group, here)
+                planner.placement.network = agreement.together(measured)
             planned = PlannedForward(planner, on_mismatch, on_oom, agreement)
             planner.limits.recall(planner.placement.device)
             planner.limits.keeps_written = on_oom == "replan"

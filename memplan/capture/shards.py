@@ -25,6 +25,11 @@ class NetworkSpeed(NamedTuple):
     reduce_scatter: GatherSpeed = GatherSpeed()
     all_reduce: GatherSpeed = GatherSpeed(bytes_per_s=5e8)
 
+    @staticmethod
+    def of(gather: GatherSpeed) -> NetworkSpeed:
+        """The speeds on a ring of ranks, which sends all parts but one for a gather, and twice for an all-reduce."""
+        return NetworkSpeed(gather, gather, GatherSpeed(gather.bytes_per_s / 2, gather.latency_s))
+
     def time_s(self, kind: str, whole_bytes: int) -> float:
         """Seconds of a collective. kind: of its op. One of no kind that is known here takes as long as a gather."""
         known = (getattr(self, name) for name in ("reduce_scatter", "all_reduce") if name in kind)

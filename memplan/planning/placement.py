@@ -9,13 +9,13 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.shards import Shard
+from memplan.capture.shards import NetworkSpeed, Shard
 from memplan.errors import UnsupportedModel
 from memplan.planning.homes import Movable, all_names, movables, with_homes, with_shards
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import limit_bytes
-from memplan.problem.data import Link
+from memplan.problem.data import Link, Roofline
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.place import bring_states, materialise, place
 from memplan.runtime.host.streams import measure_link
@@ -34,6 +34,7 @@ class Placement:
     - device: where steps run; None is the sample's device.
     - gathers: of sharded parameters, shared by all steps. All ranks run one schedule.
     - known_link: the speed of copies, where it was given or comes with a plan.
+    - network: the speed of collectives, as ranks have measured it, or a Roofline says it.
     - updates: what updates parameters in the middle of backward.
     """
 
@@ -57,7 +58,9 @@ class Placement:
         self.gathers = None if settings.shards is None else Gathers(settings.shards)
         self.updates: UpdatesInBackward | None = None
         self._counted: dict[str, nn.Parameter] | None = None
-        self.known_link = settings.link
+        self.known_link, self.network = settings.link, NetworkSpeed()
+        if isinstance(settings.costs, Roofline) and settings.costs.network is not None:
+            self.network = NetworkSpeed.of(settings.costs.network)
         self._shared: tuple[Transfers, StepArena] | None = None  # by all steps
 
     @property

@@ -29,7 +29,6 @@ from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Costs, Problem, Requests
 from memplan.runtime.program.sized_plan import SizedPlan
-from memplan.runtime.ranks.sharded_model import ShardedModel
 
 
 class Problems:
@@ -209,8 +208,7 @@ class Problems:
 
         quick: costs that are not known yet are estimated, or measured only once.
         """
-        init, source, shards = self._settings.init, self._settings.costs, self._settings.shards
-        network = shards.network if isinstance(shards, ShardedModel) else None
+        init, source, network = self._settings.init, self._settings.costs, self._placement.network
         if source != "measure":
             return estimate(captured.traced, None if source == "estimate" else source, network)
         with AttributesKept(self._model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
+from memplan.runtime.ranks import network
 from tests.ranks.cells_agreement import rank
 from tests.ranks.cells_sharded import held_in_step, part_of, slack_bytes, train
 from tests.ranks.spawn import Cell
@@ -149,11 +151,25 @@ def plans_alone() -> str | None:
     return None
 
 
+def times_collectives() -> str | None:
+    """Collectives of forward take as long as the ranks have measured together, in a model that is whole on each."""
+    net, batch = made("gathers")
+    with mock.patch.object(network, "_seconds", side_effect=lambda kind, size_bytes, *_: 0.5 + size_bytes / 1e6):
+        memplan.apply(net, batch, 1.0, group=torch.distributed.group.WORLD)
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    times = zip(plan.problem.graph.ops, plan.problem.costs.time_s, strict=True)
+    found = [f"{time_s:.4f}" for op, time_s in times if op.is_collective]
+    whole_s = 0.5 + 2 * batch["x"].nbytes / 1e6
+    return None if found == [f"{whole_s:.4f}"] * 2 else f"{found} s, for {whole_s:.4f} s each"
+
+
 CELLS = {
-    "islands: units": Cell(functools.partial(compare_sharded, "units")),
-    "islands: units bf16": Cell(functools.partial(compare_sharded, "units bf16"), full=True),
-    "islands: group": Cell(functools.partial(compare_in_group, "group"), full=True),
-    "islands: gathers": Cell(functools.partial(compare_in_group, "gathers")),
-    "islands: one rank plans alone": Cell(plans_alone),
-    "islands: units of several lengths": Cell(functools.partial(compare_in_group, "units"), full=True),
+    "units": Cell(functools.partial(compare_sharded, "units")),
+    "units bf16": Cell(functools.partial(compare_sharded, "units bf16"), full=True),
+    "group": Cell(functools.partial(compare_in_group, "group"), full=True),
+    "gathers": Cell(functools.partial(compare_in_group, "gathers")),
+    "speed of collectives": Cell(times_collectives),
+    "one rank plans alone": Cell(plans_alone),
+    "units of several lengths": Cell(functools.partial(compare_in_group, "units"), full=True),
 }

@@ -14,6 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memplan
 from memplan.errors import BudgetInfeasible, IllegalSchedule, PlanMismatch, UnsupportedModel
@@ -33,7 +36,34 @@ from tests.support.offloads import host_resident_bytes, place_copies
 from tests.support.random_graphs import random_problems
 from tests.support.zoo import MODELS, assert_same_bits, call, copied, loss_of
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")  # in kinds of ops
 SLOW, FAST = GatherSpeed(10.0, 0.5), GatherSpeed(1e9, 0.0)
+
+
+@pytest.fixture
+def eight_ranks() -> Iterator[None]:
+    """This process is one of eight; the others are not there."""
+    torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_a_roofline_says_how_fast_ranks_exchange() -> None:
+    """Reductions take as long as gathers; an all-reduce, of statistics in forward, twice as long for each byte."""
+
+    class Summed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return all_reduce(super().forward(x), "sum", torch.distributed.group.WORLD)
+
+    net, x = Summed(nn.Linear(8, 8, bias=False)), torch.randn(4, 8)
+    fully_shard(net)
+    speed = GatherSpeed(bytes_per_s=1e6, latency_s=0.25)
+    plan = memplan.plan(net, x, 1.0, costs=memplan.Roofline(network=speed))
+    times = dict(zip((op.kind for op in plan.problem.graph.ops), plan.problem.costs.time_s, strict=True))
+    gathers, reductions, sums = ([t for kind, t in times.items() if name in kind] for name in COLLECTIVES)
+    assert gathers == reductions == pytest.approx([0.25 + 8 * 8 * 4 / 1e6])
+    assert sums == pytest.approx([0.25 + x.nbytes / 5e5])
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------

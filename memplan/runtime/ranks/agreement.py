@@ -32,7 +32,7 @@ import enum
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -149,7 +149,7 @@ class Agreement:
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup, one_schedule: bool) -> None:
-        self._ranks, self._one_schedule = Ranks(group), one_schedule
+        self.group, self._ranks, self._one_schedule = group, Ranks(group), one_schedule
         self._broken: Exception | None = None  # what went wrong on this rank alone
 
     def step(
@@ -195,11 +195,12 @@ class Agreement:
                     problem, noted = None, way
             planning.finish()
 
-    def together(self, run: Callable[[], object]) -> None:
-        """Run something on all ranks. What goes wrong in it on one rank is raised on all."""
-        _, problem = _attempt(run, self._ranks.alone())
+    def together(self, run: Callable[[], _T]) -> _T:
+        """What something gives that runs on all ranks. What goes wrong in it on one rank is raised on all."""
+        found, problem = _attempt(run, self._ranks.alone())
         if any(word.state == _RankState.FAILED for word in self._words(None, problem, idle=True)):
             raise self._failure(problem)
+        return cast(_T, found)
 
     def _words(self, step: ServingStep | None, problem: Exception | None, idle: bool) -> list[_Word]:
         """What each rank says. This one has a step or a problem, only takes part, or needs a plan."""

@@ -13,7 +13,6 @@ gradients (`torch_private/fsdp.py`). A plan keeps what was gathered, or gathers 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +21,11 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.shards import Handle, NetworkSpeed, Shard
+from memplan.capture.shards import Handle, Shard
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import GatherSpeed
 
-_SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of the whole, to measure speeds
 _PARTIAL = "reductions over some of the ranks (set_requires_all_reduce), or in the step after them"
-_RUNS = 3  # of each size; the best counts
 
 
 class ShardedModel:
@@ -36,12 +33,13 @@ class ShardedModel:
 
     takes_gradients = False
     attributes: tuple[str, ...] = ()
+    speed = GatherSpeed()  # of parameters that plans gather by themselves: there are none
 
     def __init__(self, model: nn.Module, units: Sequence[private.FsdpUnit]) -> None:
         self._model = model
         self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
         self._units = units
-        self._taken_over, self._measured, self.network = False, False, NetworkSpeed()
+        self._taken_over = False
         self._own: Callable[..., Any] | None = None  # a forward of the model's own that its class does not have
         if any(model in unit.modules and not unit.is_root for unit in self._units):
             raise UnsupportedModel(
@@ -70,19 +68,6 @@ class ShardedModel:
             if spec.mesh.ndim == 1 and sorted(private.ranks_of(spec)) == ranks:
                 return spec.mesh.get_group()  # type: ignore[no-any-return]
         raise ValueError(f"parameters are sharded over ranks {ranks}; pass their process group as group=")
-
-    def measure(self, group: torch.distributed.ProcessGroup) -> None:
-        """Find the speed of collectives, each from two sizes. All ranks of the group call it together."""
-        if self._measured:
-            return
-        device = self.device or private.part_here(next(self._model.parameters())).device
-        speeds = list[GatherSpeed]()
-        for kind in NetworkSpeed._fields:
-            small_s, large_s = (_seconds(kind, size, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES))
-            bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
-            speeds.append(GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s)))
-        self.network = NetworkSpeed(*speeds)
-        self._measured = True
 
     @contextlib.contextmanager
     def taking_over(self, for_good: bool = False) -> Iterator[None]:
@@ -179,10 +164,6 @@ class ShardedModel:
     # -- what memplan asks for --------------------------------------------------------------------------------------
 
     @property
-    def speed(self) -> GatherSpeed:
-        return self.network.all_gather
-
-    @property
     def resident_bytes(self) -> int:
         """What the storages of parts hold beyond the parts: `fully_shard` pads them to one size on all ranks."""
         parts = {id(part): part for part in map(private.part_here, self._model.parameters())}
@@ -235,21 +216,3 @@ class _WithinUnit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._unit.around(self._model, self._units, self.__wrapped__, args, kwargs)
-
-
-def _seconds(kind: str, size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
-    """Seconds of the best of some collectives of this size."""
-    part = torch.zeros(size_bytes // 4 // group.size(), dtype=torch.float32, device=device)
-    whole, times = part.new_zeros(part.numel() * group.size()), []
-    for _ in range(_RUNS):
-        start = time.perf_counter()
-        if kind == "all_gather":
-            torch.distributed.all_gather_into_tensor(whole, part, group)
-        elif kind == "reduce_scatter":
-            torch.distributed.reduce_scatter_tensor(part, whole, group=group)
-        else:
-            torch.distributed.all_reduce(whole, group=group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times)
