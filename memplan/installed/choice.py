@@ -39,7 +39,7 @@ class StepChoice:
     - known: the steps that there are.
     - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
-    - alone: plans may change without asking other ranks; no parameters are sharded.
+    - sharded: parameters are, so that all ranks run one schedule.
     - takes_any_size: one plan may serve calls of many sizes, else each size is planned by itself.
     - aside: gives a context in which the model's own forward is in place.
     - attend: called with every new step before it is used.
@@ -54,8 +54,8 @@ class StepChoice:
         attend: Callable[[ServingStep], None],
     ) -> None:
         self.model, self.planner, self.reader = planner.model, planner, CallReader(planner.capturing.run)
-        self.agreement, self.alone = agreement, planner.settings.shards is None
-        self.on_mismatch: OnMismatch = on_mismatch if self.alone or agreement else "raise"
+        self.agreement, self.sharded = agreement, planner.settings.shards is not None
+        self.on_mismatch: OnMismatch = on_mismatch if agreement or not self.sharded else "raise"
         self._held = HeldGradients(self.model, ())
         self.known = KnownSteps(planner.limits, self._held)
         self.voice = Voice(planner.settings.surroundings)
@@ -68,7 +68,12 @@ class StepChoice:
     @property
     def is_fixed(self) -> bool:
         """Whether plans never change, because the user says so or other ranks rely on them."""
-        return self.on_mismatch == "raise" or self.agreement is not None or not self.alone
+        return self.on_mismatch == "raise" or not self.trains_alone
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether no other ranks rely on this one's plans."""
+        return self.agreement is None and not self.sharded
 
     def plan_each_size(self) -> None:
         """Plan calls of each size by themselves from now on."""
@@ -120,7 +125,7 @@ class StepChoice:
     def _known_step(self, call: Call) -> ServingStep | None:
         """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
         serving = self.known.serving(call)
-        if self.alone:
+        if not self.sharded:
             step = next(serving, None)
         else:  # of those that run unplanned nothing is known
             step = min(serving, key=lambda step: 0.0 if step.plan is None else step.plan.time_s, default=None)
@@ -171,7 +176,7 @@ class StepChoice:
 
         with self.planning():
             step = plan() if unsteady is None else self._without(unsteady, plan)
-            if isinstance(step, NothingToTrain) and self.alone:
+            if isinstance(step, NothingToTrain) and not self.sharded:
                 log.info("calls like this one run unplanned, because %s", step)
                 step = EagerStep.of(self.model, self.planner.forward, call, call.device_type)
             if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
@@ -276,7 +281,7 @@ class StepChoice:
 
     def prepare(self, sample: Sample) -> Plan | None:
         """Plan calls like the sample in full, together with the other ranks that train the model. Returns the plan."""
-        if not self.alone and self.agreement is None:
+        if self.sharded and self.agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)
         self.known.keep(lambda step: not step.provisional or step.mismatch(call) is not None)

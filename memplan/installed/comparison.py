@@ -1,9 +1,10 @@
-"""Compares a real run of the first step that was planned in full with its prediction."""
+"""Compares real runs of the first step that was planned in full with its prediction."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.costs.known_costs import doubt
 from memplan.installed.choice import StepChoice
 from memplan.logs import log
@@ -11,7 +12,14 @@ from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.watch.observe import Observer
 from memplan.units import format_bytes
 
+_LEAST = 0.001  # a margin that matters
 _SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by so much: costs are wrong
+
+
+def has_varying_islands(step: PlannedStep) -> bool:
+    """Whether a call that could not be traced saves more or less from step to step."""
+    kernels = step.capture.traced.kernels
+    return any(isinstance(k.target, IslandKernel) and k.target.island.varies for k in kernels)
 
 
 class Comparison:
@@ -19,7 +27,7 @@ class Comparison:
 
     If the step holds more than predicted, later plans keep that much free. A margin that was not needed is halved.
     Nothing is compared where an optimizer that steps in backward, or an engine's hook, holds memory that no plan knows
-    of.
+    of. A step with islands that save more or less from call to call is compared again, ever more seldom.
     """
 
     def __init__(self, choice: StepChoice, step: PlannedStep) -> None:
@@ -28,9 +36,12 @@ class Comparison:
         self._comparable = not hooks and step.runner.store.updates is None
         self._absent_bytes = 0  # of gradients that are not there when the step begins
         self._predicted = step.planned  # of the first step; later ones may have other sizes
-        runner = step.runner
-        is_host = runner.store.transfers.is_host
-        self.observer = runner.watch = Observer(runner.device, self._held, self._compare, is_host)
+        self._compared, self._told = 0, _LEAST  # times, and the largest margin so far
+        self.observer = step.runner.watch = self._observer(0)
+
+    def _observer(self, after_steps: int) -> Observer:
+        runner = self._step.runner
+        return Observer(runner.device, self._held, self._compare, runner.store.transfers.is_host, after_steps)
 
     def _held(self) -> list[Any]:
         self._predicted = self._step.plan
@@ -43,6 +54,9 @@ class Comparison:
     def _compare(self, grown_bytes: int, time_s: float) -> None:
         if not self._comparable:
             return
+        if has_varying_islands(self._step):
+            self._step.runner.watch = self._observer(1 << self._compared >> 2)
+        self._compared += 1
         plan, first = self._step.plan, self._predicted
         on_cuda = self._step.runner.device.type == "cuda"
         predicted_bytes = first.peak_bytes if on_cuda else first.live_peak_bytes
@@ -65,13 +79,17 @@ class Comparison:
                 time_s, plan.time_s,
             )  # fmt: skip
         limits, problem = self._choice.planner.limits, plan.problem
-        if not self._choice.alone or problem.costs.source == "estimated":
+        if problem.costs.source == "estimated":
             return
         margin = min(0.25, measured_bytes / predicted_bytes - 1)
-        if margin > max(0.001, limits.margin):
+        told, self._told = self._told, max(margin, self._told)
+        if self._choice.sharded:
+            if margin > told:
+                log.warning("%.1f%% more than predicted; ranks keep no margin, so lower the budget", 100 * margin)
+        elif margin > max(_LEAST, limits.margin):
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             limits.learn(self._step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
                 self._choice.known.forget()
-        elif margin < limits.learnt / 2:
+        elif margin < limits.learnt / 2 and self._compared == 1:
             limits.learn(self._step.runner.device, limits.learnt / 2)

@@ -17,7 +17,7 @@ from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch, Refused, or_raise
 from memplan.installed.choice import StepChoice
-from memplan.installed.comparison import Comparison
+from memplan.installed.comparison import Comparison, has_varying_islands
 from memplan.logs import log
 from memplan.runtime.program.check import OtherBranch
 from memplan.runtime.program.execute import Gradients
@@ -45,12 +45,13 @@ class Recovery:
         return None if self._comparison is None else self._comparison.observer.grown_bytes
 
     def attend(self, step: PlannedStep) -> None:
-        """Look after a step from now on. The first one that was planned in full is compared with its prediction."""
+        """Look after a step from now on. Comparisons with predictions begin with the first that was planned in full."""
         step.runner.rescue = functools.partial(self._rescue, step)
         step.runner.before_backward = functools.partial(self._choice.tell_of_backward, step)
         step.runner.keeps_buffers = self.on_oom == "replan"
-        if self._comparison is None and not step.provisional:
-            self._comparison = Comparison(self._choice, step)
+        if not step.provisional and (self._comparison is None or has_varying_islands(step)):
+            comparison = Comparison(self._choice, step)
+            self._comparison = self._comparison or comparison
 
     def _rescue(self, step: PlannedStep, state: InFlight, tangents: Tangents, problem: Exception) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward.
@@ -155,8 +156,7 @@ class Recovery:
 
         repeats: the step can run once more. With other ranks it may not, for it may have collectives in it.
         """
-        trains_alone = self._choice.alone and self._choice.agreement is None
-        wanted = self.on_oom == "replan" and repeats and trains_alone
+        wanted = self.on_oom == "replan" and repeats and self._choice.trains_alone
         if not wanted or not private.is_out_of_memory(problem):
             return False
         gc.collect()
@@ -191,7 +191,7 @@ class Recovery:
         if fixed or not isinstance(way, OtherResults):
             raise problem
         if not repeats:
-            if sized and self._choice.alone and self._choice.agreement is None:  # the next such call gets its own plan
+            if sized and self._choice.trains_alone:  # the next such call gets its own plan
                 self._choice.plan_each_size()
                 self._choice.known.forget()
             raise problem

@@ -384,6 +384,40 @@ def test_a_step_that_holds_more_than_predicted_teaches_a_margin(caplog: pytest.L
     assert planned_forward(other).choice.planner.limits.margin == 0.0, "and for no others"
 
 
+class Routed(nn.Module):
+    """Experts that a router chooses between. Each makes for a while 64 times what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, found = self.router(x).argmax(-1), torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            where = (chosen == index).nonzero().flatten()
+            found = found.index_add(0, where, expert(x[where]).repeat(1, 64).view(-1, 64, 8).sum(1))
+        return found
+
+
+@pytest.mark.usefixtures("cost_cache")
+@pytest.mark.parametrize(("shares", "advice"), [(False, "keep that much free"), (True, "lower the budget")])
+def test_later_steps_of_routed_experts_are_compared_too(
+    shares: bool, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """shares: ranks share the plan of a sharded model, and can't keep a margin each."""
+    torch.manual_seed(0)
+    routed, x = Routed(), torch.randn(256, 8)
+    net = memplan.apply(nn.Sequential(nn.Linear(8, 8), routed, nn.Linear(8, 8)), x, 1.0)
+    planned_forward(net).choice.sharded = shares
+    chosen = routed.router(net[0](x)).argmax(-1)
+    run_steps(net, x, 2)
+    assert "more than predicted" not in caplog.text
+    run_steps(net, x[chosen == 0][:1].expand(256, 8).clone(), 6)  # all to one of the experts
+    assert advice in caplog.text
+    assert sum(advice in r.message for r in caplog.records) == 1
+    assert (planned_forward(net).choice.planner.limits.margin > 0.1) is not shares
+
+
 def test_margins_are_those_of_models(cost_cache: Path) -> None:
     class Wider(nn.Linear):
         pass

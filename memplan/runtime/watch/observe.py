@@ -21,6 +21,7 @@ class Observer:
       containers.
     - done: called with bytes beyond what was held when the step began, and seconds. Kernel scratch counts on CUDA only.
     - leaves_out: says of a storage that it is host memory.
+    - after_steps: steps that pass before the one that counts as the first.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class Observer:
         held: Callable[[], object],
         done: Callable[[int, float], None],
         leaves_out: Callable[[torch.UntypedStorage], bool],
+        after_steps: int = 0,
     ) -> None:
-        self.finished = False
+        self.finished, self._waits = False, after_steps
         self._device, self._held, self._done = device, held, done
         self._meter = LiveMeter(leaves_out) if device.type == "cpu" else None
         self._before_bytes = self._grown_bytes = 0
@@ -46,6 +48,9 @@ class Observer:
     @contextlib.contextmanager
     def forward(self, inputs: object) -> Iterator[None]:
         """A context for the forward pass of a step. inputs: what that reads."""
+        if self._waits:
+            yield
+            return
         self._time_s = 0.0
         if self._begun:  # further forwards before the first backward: they grow, and so do their inputs
             if self._meter is not None:
@@ -63,6 +68,10 @@ class Observer:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
+        if not self._begun:
+            self._waits = max(0, self._waits - 1)
+            yield
+            return
         with self._half():
             yield
         if not self._steps:
