@@ -278,15 +278,14 @@ class Capturing:
         model, run, device, call = self._model, self.run, self._placement.device, self.call_of(sample)
         shards = self._settings.shards
         gathering = contextlib.nullcontext() if shards is None else shards.tracing()
+        made_up = None if shards is None or isinstance(shards, ShardedModel) else MadeUpWhereUsed(model, shards)
 
         def look() -> OneForward:
             with gathering, LocalCollectives(), watching:
-                if shards is not None and not isinstance(shards, ShardedModel):
-                    return one_forward(model, run, call.detached(device), MadeUpWhereUsed(model, shards), islands)
                 if device is None or not self._placement.host:
                     here = call.detached(None if device is None else model_device(model))
                     with torch.enable_grad():
-                        return one_forward(model, run, here, None, islands)
+                        return one_forward(model, run, here, made_up, islands)
                 with torch.no_grad():
                     fetched = FetchedWhereUsed(self._placement.away(), device, model)
                     return one_forward(model, run, call.detached(device), fetched, islands)

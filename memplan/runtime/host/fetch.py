@@ -118,6 +118,7 @@ class MadeUpWhereUsed:
     def __init__(self, model: nn.Module, shards: Shards) -> None:
         found = ((p, shards.shard(p)) for p in model.parameters())
         self._model, self._shapes = model, {id(p): shard.shape for p, shard in found if shard is not None}
+        self._modules = set(model.modules())
         self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # for each open call of a module
         self._around = contextlib.ExitStack()
 
@@ -125,11 +126,8 @@ class MadeUpWhereUsed:
         self._parts.append([])
         self._around.callback(self._put_back)
         self._around.enter_context(_found_by(self, self._model, lambda p: id(p) in self._shapes))
-        for hook in (
-            register_module_forward_pre_hook(lambda *_: self._parts.append([])),
-            register_module_forward_hook(lambda *_: self._put_back(), always_call=True),
-        ):
-            self._around.callback(hook.remove)
+        self._around.callback(register_module_forward_pre_hook(self._begin_call).remove)
+        self._around.callback(register_module_forward_hook(self._end_call, always_call=True).remove)
 
     def __exit__(self, *error: Any) -> None:
         self._around.close()
@@ -148,6 +146,14 @@ class MadeUpWhereUsed:
 
     def behind(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def _begin_call(self, module: nn.Module, *_: Any) -> None:
+        if module in self._modules:
+            self._parts.append([])
+
+    def _end_call(self, module: nn.Module, *_: Any) -> None:
+        if module in self._modules:
+            self._put_back()
 
     def _put_back(self) -> None:
         for parameter, part in self._parts.pop():
