@@ -31,7 +31,7 @@ from memplan.planning.homes import with_others_in_flight, with_updates
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.trace_loop import KnownIslands, TraceLoop
-from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.host.fetch import FetchedWhereUsed, MadeUpWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.local_collectives import LocalCollectives
@@ -63,7 +63,6 @@ class Capturing:
         self._model, self._forward, self.grouped = model, forward, grouped
         self._settings, self._placement = settings, placement
         self.alone = not grouped and settings.shards is None
-        self._looks = settings.shards is None or isinstance(settings.shards, ShardedModel)
         self.decides = self.alone and settings.in_flight == 1
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
@@ -230,7 +229,7 @@ class Capturing:
 
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         # One run does not tell how islands go with sizes.
-        looks = self._looks and is_real and (not varying or bool(self._known.islands.calls))
+        looks = is_real and (not varying or bool(self._known.islands.calls))
         look = functools.partial(self._look_at_forward, sample)
         loop = TraceLoop(
             self._model, self._forward, sample, options, self._known, look, self.decides and is_real, looks
@@ -279,13 +278,14 @@ class Capturing:
         model, run, device, call = self._model, self.run, self._placement.device, self.call_of(sample)
         shards = self._settings.shards
         gathering = contextlib.nullcontext() if shards is None else shards.tracing()
+        made_up = None if shards is None or isinstance(shards, ShardedModel) else MadeUpWhereUsed(model, shards)
 
         def look() -> OneForward:
             with gathering, LocalCollectives(), watching:
                 if device is None or not self._placement.host:
                     here = call.detached(None if device is None else model_device(model))
                     with torch.enable_grad():
-                        return one_forward(model, run, here, None, islands)
+                        return one_forward(model, run, here, made_up, islands)
                 with torch.no_grad():
                     fetched = FetchedWhereUsed(self._placement.away(), device, model)
                     return one_forward(model, run, call.detached(device), fetched, islands)

@@ -27,6 +27,7 @@ from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.ways import Calls, LetRequireGrad, MakeIslands, StateChanges, TakeBranches, way_of
+from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.forwards import is_wholly_called
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
@@ -171,6 +172,10 @@ class TraceLoop:
         before = islands.callables, len(unfit), len(self._given)
         unfit |= dict.fromkeys(open_calls.unfit, str(refusal))
         chains = self._chains(refusal)
+        shards, paths = self._options.shards, {c for chain in chains for c in chain if isinstance(c, str)}
+        if shards is not None:
+            gathering = (p for p in paths if _runs_hooks_of(shards, self._model.get_submodule(p)))
+            unfit |= dict.fromkeys(gathering, "in it run hooks of what shards its parameters")
         new, known = set[Any](), islands.callables - unfit.keys()
         for chain in chains:
             if self._saw_islands:
@@ -211,6 +216,11 @@ class TraceLoop:
         functions = [(f,) for f in self._applied if f not in self._islands.callables and not is_library_code(f)]
         of_state = calls_with(self._model, way.owner) if isinstance(way, StateChanges) else []
         return functions or of_state
+
+
+def _runs_hooks_of(shards: Shards, module: nn.Module) -> bool:
+    tables = (table for m in module.modules() for table in (m._forward_pre_hooks, m._forward_hooks))
+    return any(shards.owns(hook) for table in tables for hook in table.values())
 
 
 def _is_callable(called: Any, model: nn.Module) -> bool:

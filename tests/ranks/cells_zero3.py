@@ -16,6 +16,7 @@ from torch import nn
 import memplan
 from memplan.problem.schedule import Drop, Prefetch
 from tests.ranks.cells_agreement import refused
+from tests.ranks.cells_islands import Net as NetWithIslands
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, gloo_lets_go
 from tests.support.zoo import copied, first_difference
@@ -457,6 +458,40 @@ def check_peaks_of_other_lengths() -> str | None:
     return problem
 
 
+# -- islands ----------------------------------------------------------------------------------------------------------
+
+
+class WithIslands(NetWithIslands):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Linear(WIDTH, WIDTH)  # type: ignore[assignment]
+
+
+def vectors(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(20 + torch.distributed.get_rank())
+    return [torch.randn(2, LENGTH, WIDTH, generator=generator) for _ in range(count)]
+
+
+def compare_islands(dtype: str) -> str | None:
+    """Calls that can't be traced run as they are, on parameters that the plan has gathered."""
+    rows = [x.to(getattr(torch, dtype)) for x in vectors(STEPS)]
+
+    def run(budget: Any) -> Any:
+        engine = engine_of({"float32": "fp32", "bfloat16": "bf16"}[dtype], build=WithIslands)
+        try:
+            if budget is not None:
+                plan = plan_it(engine, budget, rows[0])
+                assert len(plan.islands) == 1 and plan.problem.graph.gathers, plan.islands
+                assert bool(plan.recomputed) == (budget == "min")
+            return [step(engine, x) for x in rows], weights(engine)
+        finally:
+            engine.destroy()
+
+    plain = run(None)
+    found = ((budget, first_difference(plain, run(budget), "result")) for budget in (1.0, "min"))
+    return next((f"{budget}: {difference}" for budget, difference in found if difference), None)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -505,22 +540,26 @@ class BranchingNet(Net):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def what_cant_be_captured_is_refused(sample: bool) -> str | None:
+def what_cant_be_captured_is_refused(
+    sample: bool, build: Callable[[], nn.Module] = BranchingNet, data: Callable[[int], list[torch.Tensor]] = batches
+) -> str | None:
     """No step of it runs unplanned, and the engine trains on without a plan."""
     words = ("depends on", "With sharded parameters a step has to be planned", "ZeRO stage 2")
-    plain, engine = engine_of(build=BranchingNet), engine_of(build=BranchingNet)
+    if build is NetWithIslands:  # whose module with Python state calls another one
+        words = ("in it run hooks of what shards its parameters", *words)
+    plain, engine = engine_of(build=build), engine_of(build=build)
     try:
 
         def run() -> None:
-            apply_it(engine, batches(1)[0] if sample else None)
-            step(engine, batches(1)[0])
+            apply_it(engine, data(1)[0] if sample else None)
+            step(engine, data(1)[0])
 
         problem = refused(run, memplan.UnsupportedModel, *words)
         memplan.remove(engine.module)
         found = []
         for each in (plain, engine):
             torch.manual_seed(3)
-            found.append(([step(each, x) for x in batches(2)], weights(each)))
+            found.append(([step(each, x) for x in data(2)], weights(each)))
         return problem or first_difference(*found, "result")
     finally:
         plain.destroy()
@@ -609,8 +648,13 @@ CELLS |= {
     ),
     "peaks of other lengths": Cell(check_peaks_of_other_lengths, full=True, needs=NEEDS),
     "batches of several lengths": Cell(compare_other_lengths, full=True, needs=NEEDS),
+    "islands fp32": Cell(functools.partial(compare_islands, "float32"), needs=NEEDS),
+    "islands bf16": Cell(functools.partial(compare_islands, "bfloat16"), full=True, needs=NEEDS),
     "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
     "what can't be captured": Cell(functools.partial(what_cant_be_captured_is_refused, True), needs=NEEDS),
+    "modules that can't be captured": Cell(
+        functools.partial(what_cant_be_captured_is_refused, True, NetWithIslands, vectors), full=True, needs=NEEDS
+    ),
     "what can't be captured, without a sample": Cell(
         functools.partial(what_cant_be_captured_is_refused, False), full=True, needs=NEEDS
     ),

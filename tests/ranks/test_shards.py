@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,14 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import GatherSpeed, Problem
 from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.problem.simulate import simulate
+from memplan.runtime.host.fetch import MadeUpWhereUsed
 from memplan.runtime.program.collectives import gathered
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_offload import PCIE, assert_no_overlap, recounted
+from tests.ranks.cells_islands import WIDTH
+from tests.ranks.cells_islands import Net as WithIslands
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.fake_shards import FakeShards
 from tests.support.meter import LiveMeter
@@ -229,6 +233,18 @@ def most_gathered(plan: memplan.Plan) -> tuple[int, int]:
     return most, most_bytes
 
 
+def held_in_step(net: nn.Module, sample: Any, shards: FakeShards) -> int:
+    """The most bytes that tensors alive hold in a planned step, with what the engine holds."""
+    for p in net.parameters():
+        p.grad = None
+    gc.collect()
+    meter = LiveMeter()
+    meter.register([sample, list(net.buffers()), list(planned_forward(net).steps[0].capture.traced.constants.values())])  # type: ignore[union-attr]
+    with meter, shards.metered():
+        call(net, sample).backward()
+    return shards.resident_bytes + meter.peak_bytes
+
+
 @pytest.mark.parametrize("share", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 1.0])
 def test_what_is_gathered_is_in_the_predicted_peak(share: float) -> None:
     net, sample, shards, plan = sharded("small", share)
@@ -238,14 +254,46 @@ def test_what_is_gathered_is_in_the_predicted_peak(share: float) -> None:
     assert (shards.most, shards.most_bytes) == most_gathered(plan)
     if not share:
         assert shards.most < len(shards.parameters) // 2
-    for p in net.parameters():
-        p.grad = None
-    gc.collect()
-    meter = LiveMeter()
-    meter.register([sample, list(net.buffers()), list(planned_forward(net).steps[0].capture.traced.constants.values())])  # type: ignore[union-attr]
-    with meter, shards.metered():
-        call(net, sample).backward()
-    assert shards.resident_bytes + meter.peak_bytes == plan.live_peak_bytes
+    assert held_in_step(net, sample, shards) == plan.live_peak_bytes
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.5, "min"])
+def test_islands_read_parameters_that_are_gathered(budget: Any) -> None:
+    """Functions, and modules with Python state; to see what they save, forward runs on made-up parameters."""
+    torch.manual_seed(0)
+    net, sample = WithIslands(), torch.randn(8, 16, WIDTH)
+    plain = train(deepcopy(net), sample, None)
+    shards = FakeShards(net)
+    plan = memplan.plan_of(memplan.apply(net, sample, budget, costs="estimate", shards=shards))
+    assert plan is not None and len(plan.islands) == 2
+    assert all(p.numel() == 0 for p in net.parameters()) and not shards.log
+    assert bool(plan.recomputed) == (budget != 1.0)
+    assert_same_bits(plain, train(net, sample, shards))
+    element_bytes = 4  # with which FakeShards gives parameters their shape, from the first gradient on
+    assert held_in_step(net, sample, shards) - plan.live_peak_bytes in (0, element_bytes)
+
+
+def test_made_up_parameters_are_whole_while_a_module_runs() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 4, bias=False), nn.ReLU()))
+    parameters = dict(net.named_parameters())
+    whole, shards = list[set[str]](), FakeShards(net, stays=("0.bias",))
+
+    def note(*_: Any) -> None:
+        whole.append({name for name, p in parameters.items() if p.numel()})
+
+    net[1][1].register_forward_hook(note)
+    with MadeUpWhereUsed(net, shards):
+        net(torch.randn(2, 8))
+        note()
+        assert net[0].weight.shape == (8, 8)  # code outside of calls finds it whole as well
+        note()
+        inner = list(net[1].parameters())  # found in the call around, they stay to its end
+        net[1](torch.randn(2, 8))
+        assert inner[0].std() > 0
+        with pytest.raises(RuntimeError):
+            net[1](torch.randn(2, 9))
+    note()
+    assert whole == [{"0.bias"}, {"0.bias"}, {"0.weight", "0.bias"}, {"0.weight", "0.bias", "1.0.weight"}, {"0.bias"}]
 
 
 @pytest.mark.parametrize(

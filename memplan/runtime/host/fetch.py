@@ -1,23 +1,27 @@
-"""Lets a model with parameters on the host run its own forward, for evaluation and `generate`."""
+"""Lets a model run its own forward with parameters on the host, as `generate` does, or with parts of parameters."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import written_by
 from memplan.capture.ops.layout import storage_key
+from memplan.capture.shards import Shards
 from memplan.capture.trace.branches import as_without_modes
 from memplan.runtime.host.transfers import viewed_as
 from memplan.torch_private import RealOps, pytree
 
 aten = torch.ops.aten
 
+_STD = 0.02  # of numbers that are made up
 # Ops that take operands of one dtype, and that autocast casts operands for.
 _CAST = frozenset(
     getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "convolution")
@@ -46,28 +50,17 @@ class FetchedWhereUsed(RealOps):
         self._model = model
         self._host = {storage_key(p) for p in parameters}
         self._copies: dict[int, torch.Tensor] = {}  # what the copy with this storage is of
-        self._exchanged: list[tuple[nn.Module, dict[str, Any]]] = []
         self._around = contextlib.ExitStack()
 
     def __enter__(self) -> FetchedWhereUsed:
-        for module in () if self._model is None else self._model.modules():
-            own = module._parameters
-            if any(p is not None and storage_key(p) in self._host for p in dict.values(own)):
-                self._exchanged.append((module, own))
-                module._parameters = _Fetching(own, self)
+        if self._model is not None:
+            self._around.enter_context(_found_by(self, self._model, lambda p: storage_key(p) in self._host))
         self._around.enter_context(as_without_modes())
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._around.close()
-        for module, own in self._exchanged:
-            found = dict(dict.items(module._parameters))
-            module._parameters = own
-            if [*map(id, found.values())] != [*map(id, dict.values(own))]:  # forward has exchanged some
-                own.clear()
-                own.update(found)
-        self._exchanged.clear()
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         written = list(written_by(func, args, kwargs))
@@ -116,19 +109,92 @@ class FetchedWhereUsed(RealOps):
         return tuple(t.to(lowest) if isinstance(t, torch.Tensor) else t for t in args)
 
 
-class _Fetching(dict[str, Any]):
-    """A module's parameters. Those on the host are found as copies."""
+class MadeUpWhereUsed:
+    """A context in which modules find parameters whole of which this rank has a part, with random numbers in them.
 
-    def __init__(self, own: dict[str, Any], copies: FetchedWhereUsed) -> None:
+    No other rank takes part. A parameter is whole until the call of a module in which it was found is over.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards) -> None:
+        found = ((p, shards.shard(p)) for p in model.parameters())
+        self._model, self._shapes = model, {id(p): shard.shape for p, shard in found if shard is not None}
+        self._modules = set(model.modules())
+        self._parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = []  # for each open call of a module
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._parts.append([])
+        self._around.callback(self._put_back)
+        self._around.enter_context(_found_by(self, self._model, lambda p: id(p) in self._shapes))
+        self._around.callback(register_module_forward_pre_hook(self._begin_call).remove)
+        self._around.callback(register_module_forward_hook(self._end_call, always_call=True).remove)
+
+    def __exit__(self, *error: Any) -> None:
+        self._around.close()
+
+    def for_module(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter, which is whole now."""
+        shape = self._shapes.get(id(parameter))
+        if shape is not None and parameter.shape != shape:
+            self._parts[-1].append((parameter, parameter.data))
+            with private.outside_of_tracing():
+                whole = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+                if whole.is_floating_point():
+                    whole.normal_(std=_STD, generator=torch.Generator(whole.device).manual_seed(0))
+            parameter.data = whole
+        return parameter
+
+    def behind(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _begin_call(self, module: nn.Module, *_: Any) -> None:
+        if module in self._modules:
+            self._parts.append([])
+
+    def _end_call(self, module: nn.Module, *_: Any) -> None:
+        if module in self._modules:
+            self._put_back()
+
+    def _put_back(self) -> None:
+        for parameter, part in self._parts.pop():
+            parameter.data = part
+
+
+@contextlib.contextmanager
+def _found_by(
+    finder: FetchedWhereUsed | MadeUpWhereUsed, model: nn.Module, is_elsewhere: Callable[[Any], bool]
+) -> Iterator[None]:
+    """A context in which modules find parameters through the finder, if some of theirs are elsewhere."""
+    exchanged = list[tuple[nn.Module, dict[str, Any]]]()
+    for module in model.modules():
+        own = module._parameters
+        if any(p is not None and is_elsewhere(p) for p in dict.values(own)):
+            exchanged.append((module, own))
+            module._parameters = _Finding(own, finder)
+    try:
+        yield
+    finally:
+        for module, own in exchanged:
+            found = dict(dict.items(module._parameters))
+            module._parameters = own
+            if [*map(id, found.values())] != [*map(id, dict.values(own))]:  # forward has exchanged some
+                own.clear()
+                own.update(found)
+
+
+class _Finding(dict[str, Any]):
+    """A module's parameters, which a finder looks up."""
+
+    def __init__(self, own: dict[str, Any], finder: FetchedWhereUsed | MadeUpWhereUsed) -> None:
         super().__init__(dict.items(own))
-        self._copies = copies
+        self._finder = finder
 
     def __getitem__(self, name: str) -> Any:
         parameter = super().__getitem__(name)
-        return parameter if parameter is None else self._copies.for_module(parameter)
+        return parameter if parameter is None else self._finder.for_module(parameter)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        super().__setitem__(name, value if value is None else self._copies.behind(value))
+        super().__setitem__(name, value if value is None else self._finder.behind(value))
 
     def items(self) -> Any:
         return ((name, self[name]) for name in [*self])

@@ -203,8 +203,7 @@ class IslandRuns(private.RealOps):
         - instance: the module that is called.
         """
         name = name_of(called)
-        # A unit of `fully_shard` has the whole parameters in the place of its own ones while forward runs.
-        names = {id(p): own for own, p in self._model.named_parameters() if isinstance(p, nn.Parameter)}
+        names = _names_by_id(self._model)
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, others_before = held_rng(self._device), generator_states(self._generators)
         modes, tensors = modes_at(self._device.type), arguments.tensors
@@ -406,6 +405,19 @@ def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> 
     stack = contextlib.ExitStack()
     stack.callback(kept(model).restore)
     return stack
+
+
+def _names_by_id(model: nn.Module) -> dict[int, str]:
+    """Names of the parameters that modules have now, of which `fully_shard` exchanges some while forward runs.
+
+    Tables are read as they are: those of parameters that are elsewhere would look up each.
+    """
+    found = dict[int, str]()
+    for path, module in model.named_modules():
+        for name, parameter in dict.items(module._parameters):
+            if isinstance(parameter, nn.Parameter):
+                found.setdefault(id(parameter), f"{path}.{name}" if path else name)
+    return found
 
 
 def _memory_of(things: Any) -> dict[int, Any]:
