@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from memplan import torch_private as private
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.costs.known_costs import doubt
 from memplan.installed.choice import StepChoice
@@ -27,16 +28,17 @@ class Comparison:
 
     If the step holds more than predicted, later plans keep that much free. A margin that was not needed is halved.
     Nothing is compared where an optimizer that steps in backward, or an engine's hook, holds memory that no plan knows
-    of. A step with islands that save more or less from call to call is compared again, ever more seldom.
+    of. A step whose islands vary is compared again, ever more seldom; then it may give a warning, and no plan changes.
     """
 
-    def __init__(self, choice: StepChoice, step: PlannedStep) -> None:
-        self._choice, self._step = choice, step
+    def __init__(self, choice: StepChoice, step: PlannedStep, is_first: bool) -> None:
+        """is_first: no step of the model was compared before."""
+        self._choice, self._step, self._is_first = choice, step, is_first
         hooks = any(p._post_accumulate_grad_hooks for p in choice.model.parameters())
         self._comparable = not hooks and step.runner.store.updates is None
         self._absent_bytes = 0  # of gradients that are not there when the step begins
         self._predicted = step.planned  # of the first step; later ones may have other sizes
-        self._compared, self._told = 0, _LEAST  # times, and the largest margin so far
+        self._compared = 0  # times
         self.observer = step.runner.watch = self._observer(0)
 
     def _observer(self, after_steps: int) -> Observer:
@@ -47,16 +49,19 @@ class Comparison:
         self._predicted = self._step.plan
         model = self._choice.model
         parameters = list(model.parameters())
-        self._absent_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
+        self._absent_bytes = sum(private.part_here(p).nbytes for p in parameters if p.requires_grad and p.grad is None)
         gradients, constants = [p.grad for p in parameters], list(self._step.capture.traced.constants.values())
         return [parameters, gradients, list(model.buffers()), constants]
 
     def _compare(self, grown_bytes: int, time_s: float) -> None:
         if not self._comparable:
             return
+        watched, is_first, self._is_first = self._step.runner.watch, self._is_first, False
         if has_varying_islands(self._step):
             self._step.runner.watch = self._observer(1 << self._compared >> 2)
         self._compared += 1
+        if not is_first and (watched is None or watched.forwards > 1):
+            return  # another forward may have been there when this one began
         plan, first = self._step.plan, self._predicted
         on_cuda = self._step.runner.device.type == "cuda"
         predicted_bytes = first.peak_bytes if on_cuda else first.live_peak_bytes
@@ -70,7 +75,7 @@ class Comparison:
             format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
             time_s, plan.time_s,
         )  # fmt: skip
-        costs_say_s = plan.problem.costs.source != "estimated" and plan.time_s
+        costs_say_s = is_first and plan.problem.costs.source != "estimated" and plan.time_s
         if costs_say_s > _SLOW * time_s and costs_say_s > time_s + _MUCH_S:
             doubt(self._step.capture.traced)
             log.warning(
@@ -82,14 +87,14 @@ class Comparison:
         if problem.costs.source == "estimated":
             return
         margin = min(0.25, measured_bytes / predicted_bytes - 1)
-        told, self._told = self._told, max(margin, self._told)
-        if self._choice.sharded:
-            if margin > told:
-                log.warning("%.1f%% more than predicted; ranks keep no margin, so lower the budget", 100 * margin)
+        if not is_first or self._choice.sharded:
+            if margin > max(_LEAST, limits.margin):
+                text = f"{100 * margin:.1f}% more than predicted; plans keep no margin for that, so lower the budget"
+                self._choice.voice.warn({"more than predicted": text})
         elif margin > max(_LEAST, limits.margin):
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             limits.learn(self._step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
                 self._choice.known.forget()
-        elif margin < limits.learnt / 2 and self._compared == 1:
+        elif margin < limits.learnt / 2:
             limits.learn(self._step.runner.device, limits.learnt / 2)

@@ -50,7 +50,7 @@ class Recovery:
         step.runner.before_backward = functools.partial(self._choice.tell_of_backward, step)
         step.runner.keeps_buffers = self.on_oom == "replan"
         if not step.provisional and (self._comparison is None or has_varying_islands(step)):
-            comparison = Comparison(self._choice, step)
+            comparison = Comparison(self._choice, step, self._comparison is None)
             self._comparison = self._comparison or comparison
 
     def _rescue(self, step: PlannedStep, state: InFlight, tangents: Tangents, problem: Exception) -> Gradients:

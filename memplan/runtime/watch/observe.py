@@ -15,13 +15,14 @@ from memplan.runtime.watch.meter import LiveMeter
 class Observer:
     """Watches the first step for its peak and the second for its seconds, then calls `done` and is finished.
 
-    The first step's seconds would include warming up. On CUDA the device's peak counter is reset once.
+    The first step's seconds would include warming up. On CUDA the device's peak counter is reset when that begins.
 
     - held: called when the first step begins; gives the tensors that are there and that it reads, in any nesting of
       containers.
     - done: called with bytes beyond what was held when the step began, and seconds. Kernel scratch counts on CUDA only.
     - leaves_out: says of a storage that it is host memory.
     - after_steps: steps that pass before the one that counts as the first.
+    - forwards: of that step, before its first backward has ended.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Observer:
         leaves_out: Callable[[torch.UntypedStorage], bool],
         after_steps: int = 0,
     ) -> None:
-        self.finished, self._waits = False, after_steps
+        self.finished, self._waits, self.forwards = False, after_steps, 0
         self._device, self._held, self._done = device, held, done
         self._meter = LiveMeter(leaves_out) if device.type == "cpu" else None
         self._before_bytes = self._grown_bytes = 0
@@ -52,6 +53,7 @@ class Observer:
             yield
             return
         self._time_s = 0.0
+        self.forwards += not self._steps
         if self._begun:  # further forwards before the first backward: they grow, and so do their inputs
             if self._meter is not None:
                 self._meter.register(inputs)
