@@ -212,6 +212,8 @@ def apply(
             if agreement is not None and settings.costs == "measure":
                 measured = functools.partial(measure_network, agreement.group, here)
                 planner.placement.network = agreement.together(measured)
+                if isinstance(shards, ShardedModel):
+                    shards.network = planner.placement.network
             planned = PlannedForward(planner, on_mismatch, on_oom, agreement)
             planner.limits.recall(planner.placement.device)
             planner.limits.keeps_written = on_oom == "replan"

@@ -58,7 +58,8 @@ class Placement:
         self.gathers = None if settings.shards is None else Gathers(settings.shards)
         self.updates: UpdatesInBackward | None = None
         self._counted: dict[str, nn.Parameter] | None = None
-        self.known_link, self.network = settings.link, NetworkSpeed()
+        self.known_link = settings.link
+        self.network = NetworkSpeed() if self._sharded is None else self._sharded.network
         if isinstance(settings.costs, Roofline) and settings.costs.network is not None:
             self.network = NetworkSpeed.of(settings.costs.network)
         self._shared: tuple[Transfers, StepArena] | None = None  # by all steps

@@ -167,6 +167,7 @@ class Planner:
         def plan_with(settings: Settings, call: Call | Sample) -> Plan | Refused:
             other = Planner(self.model, self.forward, settings, grouped=self.capturing.grouped)
             other.limits.set_margin(self.limits.margin)
+            other.placement.network = self.placement.network
             return other.plan(call)
 
         return Remedies(self.settings, self.model, call, refusal, limit_bytes, plan_with).error()

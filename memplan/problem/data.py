@@ -238,7 +238,7 @@ class Roofline:
     - launch_s: seconds that each op takes at least.
     - capability: compute capability of a CUDA device, as (9, 0) of an H100. Steps planned for the CPU then have the
       attention, the dropout, the rounding of sizes and the workspaces of such a device. None: they have the CPU's.
-    - network: of ranks that share a step. Their reductions take as long as gathers, all-reduces twice as long.
+    - network: of collectives in forward and of DTensors. Reductions take as long as gathers, all-reduces twice that.
     """
 
     flops_per_s: float = 1e11

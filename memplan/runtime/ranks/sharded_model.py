@@ -21,7 +21,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.shards import Handle, Shard
+from memplan.capture.shards import Handle, NetworkSpeed, Shard
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import GatherSpeed
 
@@ -39,7 +39,7 @@ class ShardedModel:
         self._model = model
         self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
         self._units = units
-        self._taken_over = False
+        self._taken_over, self.network = False, NetworkSpeed()  # as measured, for later plans too
         self._own: Callable[..., Any] | None = None  # a forward of the model's own that its class does not have
         if any(model in unit.modules and not unit.is_root for unit in self._units):
             raise UnsupportedModel(
