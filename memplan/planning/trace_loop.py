@@ -191,7 +191,8 @@ class TraceLoop:
             return False
         reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
         device = self._options.device or model_device(self._model)
-        run = IslandRuns(self._model, frozenset(callables), self._given, device, reasons, self._known.layers)
+        parts = [p for p in self._model.parameters() if shards is not None and shards.shard(p) is not None]
+        run = IslandRuns(self._model, frozenset(callables), self._given, device, reasons, self._known.layers, parts)
         self._saw_islands = True
         shown = self._look_at_forward(NO_ISLANDS, run.watching())
         if not isinstance(shown, OneForward):

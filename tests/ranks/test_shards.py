@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -271,6 +272,33 @@ def test_islands_read_parameters_that_are_gathered(budget: Any) -> None:
     assert_same_bits(plain, train(net, sample, shards))
     element_bytes = 4  # with which FakeShards gives parameters their shape, from the first gradient on
     assert held_in_step(net, sample, shards) - plan.live_peak_bytes in (0, element_bytes)
+
+
+class ByReference(torch.autograd.Function):
+    """Scales by the norm of a weight that it is not given."""
+
+    weights: ClassVar[list[nn.Module]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.scale = float(np.linalg.norm(ByReference.weights[0].weight.detach().numpy()))
+        return x * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.scale
+
+
+def test_islands_that_read_other_sharded_parameters_are_refused() -> None:
+    class Net(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[2](ByReference.apply(self[0](x))).pow(2).mean()  # type: ignore[no-any-return,no-untyped-call]
+
+    net, x = Net(*(nn.Linear(8, 8) for _ in range(3))), torch.randn(4, 8)
+    ByReference.weights[:] = [net[1].requires_grad_(False)]
+    assert len(memplan.plan(net, x, 1.0).islands) == 1
+    with pytest.raises(UnsupportedModel, match="reads a sharded parameter that it is not given"):
+        memplan.apply(net, x, 1.0, shards=FakeShards(net))
 
 
 def test_made_up_parameters_are_whole_while_a_module_runs() -> None:

@@ -133,13 +133,12 @@ class MadeUpWhereUsed:
         self._around.close()
 
     def for_module(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The parameter, which is whole now."""
         shape = self._shapes.get(id(parameter))
         if shape is not None and parameter.shape != shape:
             self._parts[-1].append((parameter, parameter.data))
             with private.outside_of_tracing():
                 whole = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
-                if whole.is_floating_point():
+                if whole.is_floating_point() and whole.itemsize > 1:
                     whole.normal_(std=_STD, generator=torch.Generator(whole.device).manual_seed(0))
             parameter.data = whole
         return parameter
@@ -170,7 +169,7 @@ def _found_by(
         own = module._parameters
         if any(p is not None and is_elsewhere(p) for p in dict.values(own)):
             exchanged.append((module, own))
-            module._parameters = _Finding(own, finder)
+            module._parameters = _LookedUp(own, finder)
     try:
         yield
     finally:
@@ -182,7 +181,7 @@ def _found_by(
                 own.update(found)
 
 
-class _Finding(dict[str, Any]):
+class _LookedUp(dict[str, Any]):
     """A module's parameters, which a finder looks up."""
 
     def __init__(self, own: dict[str, Any], finder: FetchedWhereUsed | MadeUpWhereUsed) -> None:

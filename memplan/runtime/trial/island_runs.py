@@ -67,6 +67,7 @@ class IslandRuns(private.RealOps):
         device: torch.device,
         reasons: Mapping[Any, str],
         layers: Collection[str] = (),
+        parts: Collection[nn.Parameter] = (),
     ) -> None:
         """Prepare for a run of the model's forward.
 
@@ -75,12 +76,14 @@ class IslandRuns(private.RealOps):
         - device: of the plan.
         - reasons: why the callables are islands.
         - layers: paths of modules in islands, or of islands, that PyTorch checkpoints.
+        - parts: parameters that plans gather for calls that are given them, and for no others.
         """
         super().__init__()
         self._model, self._callables, self._given, self._device = model, callables, given, device
         self._parameters, self._own = list(model.parameters()), _own_things(model)
         self._generators = own_generators(model)
-        self._reasons, self._layers = reasons, layers
+        self._names = {id(p): n for n, p in model.named_parameters()} if parts else {}  # found later, they become whole
+        self._reasons, self._layers, self._parts = reasons, layers, parts
         self._calls: list[Island] = []
         self._within = False
         # Numbers read from data, results whose shapes depend on data, writes to what forward has not made, collectives.
@@ -132,7 +135,9 @@ class IslandRuns(private.RealOps):
 
     def _note_behind(self, memory: Mapping[int, Any]) -> None:
         """Note what of this memory the running call is neither given nor has made. Its keys then stay its own."""
-        self._behind.update((key, storage) for key, storage in memory.items() if key not in self._inside)
+        new = {key: storage for key, storage in memory.items() if key not in self._inside and key not in self._behind}
+        self._noted["parts"] += bool(new) and any(storage_key(p) in new for p in self._parts)
+        self._behind.update(new)
 
     def _apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         if function not in self._callables or self._within:
@@ -203,7 +208,8 @@ class IslandRuns(private.RealOps):
         - instance: the module that is called.
         """
         name = name_of(called)
-        names = _names_by_id(self._model)
+        # A unit of `fully_shard` has the whole parameters in the place of its own ones while forward runs.
+        names = self._names or {id(p): own for own, p in self._model.named_parameters() if isinstance(p, nn.Parameter)}
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, others_before = held_rng(self._device), generator_states(self._generators)
         modes, tensors = modes_at(self._device.type), arguments.tensors
@@ -253,6 +259,8 @@ class IslandRuns(private.RealOps):
         try:
             if noted["collectives"] or any(map(private.is_sharded, (*tensors, *outputs))):
                 raise Refusal(f"{island.title} runs collectives, or is given DTensors")
+            if noted["parts"]:
+                raise Refusal(f"{island.title} reads a sharded parameter that it is not given")
             is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
             unseen = written.unseen()
             if unseen and not is_function:
@@ -405,19 +413,6 @@ def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> 
     stack = contextlib.ExitStack()
     stack.callback(kept(model).restore)
     return stack
-
-
-def _names_by_id(model: nn.Module) -> dict[int, str]:
-    """Names of the parameters that modules have now, of which `fully_shard` exchanges some while forward runs.
-
-    Tables are read as they are: those of parameters that are elsewhere would look up each.
-    """
-    found = dict[int, str]()
-    for path, module in model.named_modules():
-        for name, parameter in dict.items(module._parameters):
-            if isinstance(parameter, nn.Parameter):
-                found.setdefault(id(parameter), f"{path}.{name}" if path else name)
-    return found
 
 
 def _memory_of(things: Any) -> dict[int, Any]:
