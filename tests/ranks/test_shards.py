@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memplan
+from memplan.capture.shards import NetworkSpeed
 from memplan.errors import BudgetInfeasible, IllegalSchedule, PlanMismatch, UnsupportedModel
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import GatherSpeed, Problem
@@ -28,6 +29,7 @@ from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.problem.simulate import simulate
 from memplan.runtime.host.fetch import MadeUpWhereUsed
 from memplan.runtime.program.collectives import gathered
+from memplan.runtime.ranks import network
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
@@ -51,6 +53,29 @@ def eight_ranks() -> Iterator[None]:
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield
     torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_speeds_of_collectives_are_found_from_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind that the backend lacks keeps its figure; another error ends the measuring, as on ranks that wait."""
+    lacks = {"reduce_scatter": "Backend mine does not support reduce_scatter"}
+
+    def seconds(kind: str, size_bytes: int, *_: Any) -> float:
+        if kind in lacks:
+            raise RuntimeError(lacks[kind])
+        return {"all_gather": 0.5, "all_reduce": 0.25}[kind] + size_bytes / (1e6 if kind == "all_gather" else 1e5)
+
+    monkeypatch.setattr(network, "_seconds", seconds)
+    group, device = torch.distributed.group.WORLD, torch.device("cpu")
+    assert group is not None
+    found = network.measure_network(group, device)
+    assert (found.all_gather.bytes_per_s, found.all_gather.latency_s) == pytest.approx((1e6, 0.5))
+    assert (found.all_reduce.bytes_per_s, found.all_reduce.latency_s) == pytest.approx((1e5, 0.25))
+    assert found.reduce_scatter == NetworkSpeed().reduce_scatter
+    assert network.measure_network(group, torch.device("meta")) == NetworkSpeed()
+    lacks["all_gather"] = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        network.measure_network(group, device)
 
 
 @pytest.mark.usefixtures("eight_ranks")
