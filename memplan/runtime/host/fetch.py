@@ -110,7 +110,7 @@ class FetchedWhereUsed(RealOps):
 
 
 class MadeUpWhereUsed:
-    """A context in which modules find parameters whole of which this rank has a part, with random numbers in them.
+    """A context in which modules find each sharded parameter whole, filled with random numbers.
 
     No other rank takes part. A parameter is whole until the call of a module in which it was found is over.
     """

@@ -33,7 +33,7 @@ class ShardedModel:
 
     takes_gradients = False
     attributes: tuple[str, ...] = ()
-    speed = GatherSpeed()  # of parameters that plans gather by themselves: there are none
+    speed = GatherSpeed()  # not used: ops of the graph gather all parameters
 
     def __init__(self, model: nn.Module, units: Sequence[private.FsdpUnit]) -> None:
         self._model = model
