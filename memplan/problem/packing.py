@@ -5,16 +5,17 @@
            |  aaaacccc
            +----------> time
 
-That is two-dimensional packing, with time given. First fit comes first, the largest blocks before others, and is mostly
-within a few parts in a thousand of the least. Where it is not, an ejection search tries a smaller slab: a block that
-fits nowhere goes where it evicts the least, and what it evicts is placed again. Evicted blocks get heavier, as clauses
-do in breakout local search (Morris, AAAI 1993). Where that fails, the next search is for a slab with twice as much to
-spare. No slab is smaller than the most that lives at one time.
+That is two-dimensional packing, with time given. First fit comes first, in several orders: the largest blocks before
+others, or those that live longest. It is mostly within a few parts in a thousand of the least. Where it is not, an
+ejection search lowers it step by step: what is above a limit is taken out and goes where it evicts the least, and what
+it evicts is placed again. Evicted blocks get heavier, as clauses do in breakout local search (Morris, AAAI 1993). No
+slab is smaller than the most that lives at one time.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,8 +26,13 @@ from numpy.typing import NDArray
 _CLOSE = 0.008  # of the bound: what is not worth a search
 _FEW = 3000  # a block is small if so many take no more than the bound, and it does not last
 _SHORT = 10  # it does not last if so many in a row would
-_TRIES = 2  # searches for the smallest slab; one for each larger one
-_STEPS = 10_000  # placements of one search
+_LASTING = (0.8, 0.9, 0.96)  # first fit places the longest lives first: all beyond this quantile
+_STARTS = 4  # results of first fit that are lowered
+_LOWERED = 0.2  # of what is above the bound, at once
+_FAILURES = 3  # in a row, until a start is given up
+_STEPS = 1500  # placements of one search
+_FIXED = 1e6  # the weight of blocks that stay
+_NOTHING = 1e-6  # a weight that is only rounding
 _EJECTED = 0.5  # how much heavier a block becomes, of its first weight
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
 
@@ -60,25 +66,38 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
     """
     if not blocks:
         return Packing()
-    size, first, last = (np.array(column, np.int64) for column in zip(*blocks, strict=True))
+    size, first, last = columns(blocks)
     bound_bytes = most_alive(blocks)
     lasting = last - first
-    orders = (np.lexsort((-lasting, -size)), np.lexsort((first, -size * lasting)))
-    best = min((_first_fit(size, first, last, order) for order in orders), key=lambda at: _height(at, size))
-    limit_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
+    orders = [np.lexsort((-lasting, -size)), np.lexsort((first, -size * lasting))]
+    longest = [lasting > np.quantile(lasting, share) for share in _LASTING]
+    orders += [np.lexsort((-size, -lasting * is_long)) for is_long in longest]
+    starts = {_height(at, size): at for at in (_first_fit(size, first, last, order) for order in orders)}
+    best = starts[min(starts)]
+    enough_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
     matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
     large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
     draws = np.random.default_rng(0)
-    tries = 0
-    while _height(best, size) > limit_bytes:
-        found = _eject(size[large], first[large], last[large], limit_bytes, draws)
-        if found is not None:
-            order = np.concatenate((large[np.argsort(found, kind="stable")], small))
-            best = min(best, _first_fit(size, first, last, order), key=lambda at: _height(at, size))
-        tries += 1
-        if tries >= _TRIES:
-            limit_bytes += max(1, limit_bytes - bound_bytes)
+    for height in sorted(starts)[:_STARTS]:
+        offsets, failures = starts[height], 0
+        while height > enough_bytes and failures < _FAILURES and _height(best, size) > enough_bytes:
+            limit_bytes = max(enough_bytes, height - math.ceil((height - bound_bytes) * _LOWERED))
+            kept = np.where(offsets + size <= limit_bytes, offsets, -1)[large]
+            found = eject(size[large], first[large], last[large], kept, kept < -1, limit_bytes, draws, _STEPS)
+            failures += 1
+            if found is not None:
+                order = np.concatenate((large[np.argsort(found, kind="stable")], small))
+                lower = _first_fit(size, first, last, order)
+                if _height(lower, size) < height:
+                    offsets, height, failures = lower, _height(lower, size), 0
+        best = min(best, offsets, key=lambda at: _height(at, size))
     return Packing(tuple(best.tolist()), _height(best, size))
+
+
+def columns(blocks: Iterable[LiveRange]) -> tuple[_Ints, _Ints, _Ints]:
+    """Sizes of blocks, and from when to when they live."""
+    size, first, last = (np.array(column, np.int64) for column in zip(*blocks, strict=True))
+    return size, first, last
 
 
 def _height(offsets: _Ints, size: _Ints) -> int:
@@ -108,38 +127,49 @@ def _first_fit(size: _Ints, first: _Ints, last: _Ints, order: _Ints) -> _Ints:
     return offsets
 
 
-def _eject(size: _Ints, first: _Ints, last: _Ints, limit_bytes: int, draws: np.random.Generator) -> _Ints | None:
-    """Offsets in a slab of this size, or None if the search ends before it finds some."""
+def eject(
+    size: _Ints, first: _Ints, last: _Ints, offsets: _Ints, fixed: NDArray[np.bool_], limit_bytes: int,
+    draws: np.random.Generator, steps: int,
+) -> _Ints | None:  # fmt: skip
+    """Offsets in a slab of this size, or None if the search ends before it finds some.
+
+    - offsets: where blocks are when it begins; -1 of those that are to be placed.
+    - fixed: blocks that stay where they are.
+    - steps: placements until the search ends.
+    """
     lasting = last - first
     born = np.sqrt(size.astype(np.float64) * lasting)
     born /= born.max()
-    weight, offsets = born.copy(), np.full_like(size, -1)
+    weight, offsets = np.where(fixed, _FIXED, born), offsets.copy()
     rank = np.empty_like(size)
     rank[np.lexsort((-lasting, -size))] = np.arange(len(size))
-    waiting = [(int(r), block) for block, r in enumerate(rank)]
+    waiting = [(int(rank[block]), int(block)) for block in np.nonzero(offsets < 0)[0]]
     heapq.heapify(waiting)
     meets: dict[int, _Ints] = {}  # by block, those that live at some time when it does
-    for _ in range(_STEPS):
+    for _ in range(steps):
         if not waiting:
             return offsets
         _, block = heapq.heappop(waiting)
         if block not in meets:
             meets[block] = np.nonzero((first < last[block]) & (last > first[block]))[0]
-        beside = meets[block][offsets[meets[block]] >= 0]
-        starts, tops = offsets[beside], offsets[beside] + size[beside]
-        room = limit_bytes - size[block]
-        places = np.unique(np.concatenate(([0, room], tops, starts - size[block])))
-        places = places[(places >= 0) & (places <= room)]
-        # A neighbour is in the way of the places between its start, less the block's size, and its top.
-        change = np.zeros(len(places) + 1)
-        np.add.at(change, np.searchsorted(places, starts - size[block], "right"), weight[beside])
-        np.add.at(change, np.searchsorted(places, tops, "left"), -weight[beside])
-        cost = np.cumsum(change[:-1])
-        cost[cost < 1e-9] = 0.0
-        if cost.min() > 0.0:
-            cost *= 1 + _NOISE * draws.random(len(cost))
-        offset = places[np.argmin(cost)]
-        for other in beside[(starts < offset + size[block]) & (tops > offset)]:
+        starts = offsets[meets[block]]
+        beside, starts = meets[block][starts >= 0], starts[starts >= 0]
+        tops, length = starts + size[beside], size[block]
+        places = np.concatenate(([0, limit_bytes - length], tops, starts - length))
+        places = places[(places >= 0) & (places <= limit_bytes - length)]
+        # In the way of a place are those that begin below its end, but for those that end below it.
+        by_start, by_top = np.argsort(starts), np.argsort(tops)
+        begun = np.concatenate(([0.0], np.cumsum(weight[beside[by_start]])))
+        ended = np.concatenate(([0.0], np.cumsum(weight[beside[by_top]])))
+        cost = begun[np.searchsorted(starts[by_start], places + length)]
+        cost -= ended[np.searchsorted(tops[by_top], places, "right")]
+        if not len(cost) or cost.min() > _FIXED / 2:
+            return None
+        if cost.min() > _NOTHING:
+            offset = places[np.argmin(cost * (1 + _NOISE * draws.random(len(cost))))]
+        else:
+            offset = places[cost <= _NOTHING].min()
+        for other in beside[(starts < offset + length) & (tops > offset)]:
             offsets[other] = -1
             weight[other] += _EJECTED * born[other]
             heapq.heappush(waiting, (int(rank[other]), int(other)))

@@ -20,24 +20,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES
-from memplan.problem.packing import LiveRange, most_alive, pack_slab
+import numpy as np
+from numpy.typing import NDArray
 
-# Packings that are tried until one leads to a good arena: what sizes are rounded up to, and which slab is small enough,
-# as a multiple of the least. Those with room to spare can be led through an arena more often than the tightest. The
-# last is what first fit finds.
-_PACKINGS = (
-    (MIN_BLOCK_BYTES, 1.015), (SMALL_BYTES // 16, 1.015), (MIN_BLOCK_BYTES, 1.03), (SMALL_BYTES // 4, 1.02),
-    (MIN_BLOCK_BYTES, 2.0),
-)  # fmt: skip
-_GOOD = 1.02  # of the least, for an arena
+from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES
+from memplan.problem.packing import LiveRange, columns, eject, pack_slab
+
+_SPARE = (1.0, 1.005, 1.01, 1.02, 1.04, 1.1)  # arenas that are tried until none misses a block, by the packing's size
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
 _MOST_MOVES = 24  # before one step of a schedule
+_TRIES = 20  # places that are tried for the blocks of one step
+_MOST_TRIES = 60  # of a leader, beyond the first of each step
+_REPAIRS = 400  # blocks that are placed anew for those of one step
 
+_Ints = NDArray[np.int64]
 Move = tuple[int, int]  # (bytes, offset) of a plug that is set; 0 bytes: the one at this offset is taken away
 Moves = dict[int, tuple[Move, ...]]  # what is done before steps of a schedule, by their index
 
@@ -91,29 +91,19 @@ def lead(
     blocks = _live_ranges([moment for moments in microbatches for moment in moments])
     if not blocks:
         return [Steering(0, tuple({} for _ in microbatches), outside)]
-    bound_bytes, events = most_alive(blocks.values()), {event for _, events in microbatches[0] for event in events}
+    events = {event for _, events in microbatches[0] for event in events}
     kept_bytes = sum(e.size_bytes for e in events if isinstance(e, Request) and Release(e.name) not in events)
+    packing = pack_slab(list(blocks.values()))
     found: list[Steering] = []
-    tried = set[tuple[int, ...]]()
-    for unit, enough in _PACKINGS:
-        rounded = [LiveRange(-(-b.size_bytes // unit) * unit, b.first, b.last) for b in blocks.values()]
-        packing = pack_slab(rounded, int(enough * bound_bytes))
-        if packing.offsets in tried:
-            continue
-        tried.add(packing.offsets)
-        targets = dict(zip(blocks, packing.offsets, strict=True))
-        roomy = _Leader(2 * packing.size_bytes, expandable, targets, blocks)
-        for moments in microbatches:
-            roomy.run(moments)
-        for size_bytes in dict.fromkeys((packing.size_bytes, roomy.top_bytes, roomy.top_bytes * 21 // 20)):
-            arena_bytes = -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-            leader = _Leader(arena_bytes, expandable, targets, blocks)
-            moves = tuple(leader.run(moments) for moments in microbatches)
-            missed, all_bytes = frozenset(leader.missed), arena_bytes + leader.outside_bytes
-            found.append(Steering(arena_bytes, moves, outside, kept_bytes, missed, all_bytes))
-        found.sort(key=lambda one: (one.reserved_bytes, len(one.missed)))
-        if found[0].reserved_bytes <= _GOOD * bound_bytes:
+    for spare in _SPARE:
+        arena_bytes = math.ceil(packing.size_bytes * spare / ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        leader = _Leader(arena_bytes, expandable, blocks, packing.offsets)
+        moves = tuple(leader.run(moments) for moments in microbatches)
+        missed, all_bytes = frozenset(leader.missed), arena_bytes + leader.outside_bytes
+        found.append(Steering(arena_bytes, moves, outside, kept_bytes, missed, all_bytes))
+        if not missed:
             break
+    found.sort(key=lambda one: (one.reserved_bytes, len(one.missed)))
     whole = [one for one in found if not one.missed][:1]
     return whole + [found[0]] * bool(found[0].missed)
 
@@ -191,25 +181,29 @@ class _Holes:
 
 
 class _Leader:
-    """An arena while it is led through a training step.
+    """An arena while it is led through microbatches.
 
-    - top_bytes: the highest end of a block.
+    - offsets: where each block is, was, or should go, in the order of `blocks`.
+    - begun: which of them have been asked for.
+    - places: offsets of live blocks; None of those for which no hole was large enough.
+    - plugs: bytes by offset.
     - missed: steps some of whose blocks had no place.
-    - outside_bytes: the most of blocks for which no hole was large enough.
+    - outside_bytes: the most of such blocks.
+    - tries: how many are left.
     """
 
-    def __init__(
-        self, size_bytes: int, expandable: bool, targets: dict[int, int], ranges: dict[int, LiveRange]
-    ) -> None:
-        """An empty arena. targets, ranges: where each block should go, and when it lives."""
+    def __init__(self, size_bytes: int, expandable: bool, blocks: dict[int, LiveRange], offsets: Sequence[int]) -> None:
+        """An empty arena. offsets: where each block should go."""
         least_bytes = MIN_BLOCK_BYTES if expandable else SMALL_BYTES + 1
-        self.holes = _Holes(least_bytes, {0: size_bytes}, {size_bytes: 0})
-        self.targets, self.ranges = dict(targets), ranges
-        self.limit_bytes = max(at + ranges[name].size_bytes for name, at in targets.items())
-        self.places: dict[int, int | None] = {}  # offsets of live blocks
-        self.plugs: dict[int, int] = {}  # bytes by offset
-        self.top_bytes = self.outside_bytes = 0
+        self.size_bytes, self.holes = size_bytes, _Holes(least_bytes, {0: size_bytes}, {size_bytes: 0})
+        self.index = {name: index for index, name in enumerate(blocks)}
+        self.size, self.first, self.last = columns(blocks.values())
+        self.offsets, self.begun = np.array(offsets), np.zeros(len(blocks), bool)
+        self.places: dict[int, int | None] = {}
+        self.plugs: dict[int, int] = {}
         self.missed: set[int] = set()
+        self.outside_bytes, self.tries = 0, _MOST_TRIES
+        self.draws = np.random.default_rng(0)
 
     def run(self, moments: Sequence[Moment]) -> Moves:
         """Moves for a microbatch. No plugs are there before and after it."""
@@ -221,134 +215,148 @@ class _Leader:
         self.plugs.clear()
         return found
 
-    def _lead(self, index: int, events: tuple[Request | Release, ...]) -> list[Move]:
-        """Moves before the events of one step, which are then done."""
+    def _lead(self, index: int, events: Sequence[Request | Release]) -> list[Move]:
+        """Moves before the events of one step, which are then done.
+
+        Where blocks can't be led to their places, or those that come later have no room then, other places are tried.
+        """
         requests = [event for event in events if isinstance(event, Request)]
-        moves = [(0, p) for p, n in self.plugs.items() if any(self._meets(p, n, r) for r in requests)]
-        holes = self.holes.after(moves)
-        alike: dict[tuple[int, int | None], list[Request]] = {}
-        for request in (r for r in requests if self._lasts(r, requests)):
-            alike.setdefault((request.size_bytes, holes.hole_at(self.targets[request.name])), []).append(request)
-        for group in alike.values():  # equal blocks in one hole lie in the order in which they are asked for
-            offsets = sorted(self.targets[r.name] for r in group)
-            self.targets.update((r.name, offset) for r, offset in zip(group, offsets, strict=True))
-        settled: set[int] = set()  # what goes where the allocator puts it
-        opened = False
-        while True:
-            begin = self.holes.after(moves)
-            holes, places = begin.after(()), dict(self.places)
-            wrong, is_homeless = self._attempt(holes, places, events, settled)
-            if wrong is None:
+        wishes = {r.name: int(self.offsets[self.index[r.name]]) for r in requests}
+        tried: list[tuple[int, _Attempt, _Ints | None]] = []
+        for _ in range(max(1, min(_TRIES, self.tries))):
+            attempt = self._attempt(wishes, events)
+            outside_bytes = sum(r.size_bytes for r in attempt.homeless)
+            offsets = self._repaired(requests, attempt.places)
+            tried.append((outside_bytes, attempt, offsets))
+            if offsets is not None and not outside_bytes:
                 break
-            if holes.fit(wrong.size_bytes) is None:  # there was no room beside the plugs
-                settled |= {wrong.name} if opened else set()
-                moves, opened = [(0, offset) for offset in self.plugs], True
-                continue
-            more = self._plugs(begin, holes, wrong, requests) if len(moves) < _MOST_MOVES else None
-            if more is None:
-                settled.add(wrong.name)
-            else:
-                moves += more
-        self.holes, self.places = holes, places
-        for size_bytes, offset in moves:
+            wishes = self._other_places(events)
+        self.tries -= len(tried) - 1
+        outside_bytes, attempt, offsets = min(tried, key=lambda one: (one[0], one[2] is None))
+        self.holes, self.places = attempt.holes, attempt.places
+        if offsets is not None:
+            self.offsets = offsets
+        for request in requests:
+            self.begun[self.index[request.name]] = True
+            if (at := self.places.get(request.name)) is not None:
+                self.offsets[self.index[request.name]] = at
+        for size_bytes, offset in attempt.moves:
             if size_bytes:
                 self.plugs[offset] = size_bytes
             else:
                 del self.plugs[offset]
-        self.missed |= {index} if is_homeless else set()
-        return moves
+        if outside_bytes:
+            self.missed.add(index)
+            outside_bytes += sum(int(self.size[self.index[name]]) for name, at in self.places.items() if at is None)
+            self.outside_bytes = max(self.outside_bytes, outside_bytes)
+        return attempt.moves
 
-    def _meets(self, plug: int, size_bytes: int, request: Request) -> bool:
-        target = self.targets[request.name]
-        return plug < target + request.size_bytes and target < plug + size_bytes
-
-    def _attempt(
-        self, holes: _Holes, places: dict[int, int | None], events: Sequence[Request | Release], settled: set[int]
-    ) -> tuple[Request | None, bool]:
-        """Do events, up to the first request that would go wrong, which is given; and whether one had no place."""
-        is_homeless = False
-        top_bytes = self.top_bytes
-        for number, event in enumerate(events):
-            if isinstance(event, Release):
-                at = places.pop(event.name)
-                if at is not None:
-                    holes.free(at)
+    def _attempt(self, wishes: dict[int, int], events: Sequence[Request | Release]) -> _Attempt:
+        """Lead the requests of a step to these places, and do its events."""
+        spans = [(wishes[e.name], wishes[e.name] + e.size_bytes) for e in events if isinstance(e, Request)]
+        moves = [(0, p) for p, n in self.plugs.items() if any(p < end and begin < p + n for begin, end in spans)]
+        settled: set[int] = set()  # what goes where the allocator puts it
+        opened = False
+        while True:
+            begin = self.holes.after(moves)
+            attempt = _Attempt(moves, begin.after(()), dict(self.places))
+            wrong = attempt.run(events, wishes, settled)
+            if wrong is None:
+                return attempt
+            taken = attempt.holes.fit(wrong.size_bytes)
+            if taken is None and not opened:  # there was no room beside the plugs
+                moves, opened = [(0, offset) for offset in self.plugs], True
                 continue
-            at = holes.fit(event.size_bytes)
-            right = at is not None and abs(at - self.targets[event.name]) <= SMALL_BYTES
-            if not right and event.name not in settled and not self._may_go_to(at, event, events[number + 1 :]):
-                return event, is_homeless
-            places[event.name] = at = holes.allocate(event.size_bytes)
-            is_homeless |= at is None
-            top_bytes = max(top_bytes, 0 if at is None else at + event.size_bytes)
-        outside_bytes = sum(self.ranges[name].size_bytes for name, at in places.items() if at is None)
-        self.outside_bytes, self.top_bytes = max(self.outside_bytes, outside_bytes), top_bytes
-        return None, is_homeless
+            more = None
+            if taken is not None and len(moves) < _MOST_MOVES:
+                more = _close_around(begin, (taken, wishes[wrong.name]), spans)
+            settled |= set() if more else {wrong.name}
+            moves = moves + (more or [])
 
-    def _may_go_to(self, offset: int | None, request: Request, later: Sequence[Request | Release]) -> bool:
-        """Whether a block may go to another place than its own, because it is gone when the step is done."""
-        if offset is None or Release(request.name) not in later:
-            return False
-        return not any(isinstance(r, Request) and self._meets(offset, request.size_bytes, r) for r in later)
-
-    def _plugs(self, begin: _Holes, holes: _Holes, wrong: Request, requests: Sequence[Request]) -> list[Move] | None:
-        """Moves that bring a request nearer to its place; none, but other places; None where nothing helps.
-
-        - begin, holes: before the step, and when the request is made.
-        - requests: all of the step.
-        """
-        targets = self.targets
-        target, taken = targets[wrong.name], holes.fit(wrong.size_bytes)
-        wanted = holes.hole_at(target)
-        if taken is None or wanted is None:
+    def _repaired(self, requests: Sequence[Request], places: dict[int, int | None]) -> _Ints | None:
+        """Offsets of all blocks, where these requests went elsewhere; None where no room is found for those to come."""
+        offsets, ahead = self.offsets.copy(), ~self.begun
+        new = [self.index[r.name] for r in requests if places.get(r.name) is not None]
+        offsets[new] = [at for r in requests if (at := places.get(r.name)) is not None]
+        ahead[[self.index[r.name] for r in requests]] = False
+        for block in new:
+            meets = ahead & (self.first < self.last[block]) & (offsets < offsets[block] + self.size[block])
+            offsets[meets & (offsets + self.size > offsets[block])] = -1
+        if offsets.min() >= 0:
+            return offsets
+        there = ahead.copy()
+        there[[self.index[name] for name, at in places.items() if at is not None]] = True
+        found = eject(
+            self.size[there], self.first[there], self.last[there], offsets[there], ~ahead[there], self.size_bytes,
+            self.draws, _REPAIRS,
+        )  # fmt: skip
+        if found is None:
             return None
-        later = requests[requests.index(wrong) + 1 :]
-        top, end = max(target, wanted) + wrong.size_bytes, wanted + holes.holes[wanted]
-        if taken == wanted:
-            below = [r for r in later if wanted - SMALL_BYTES <= targets[r.name] < target]
-            below = [r for r in below if self._lasts(r, requests) or not self._has_room(begin, r, {wanted: top})]
-            cut = max((targets[r.name] + r.size_bytes for r in below), default=wanted)
-            if target - cut > SMALL_BYTES:  # theirs and ours become holes of their own
-                return _close(begin, cut, target - cut)
-            if below:
-                self._put_below(wrong, below)
-                return []
-            return _close(begin, wanted, target - wanted)
-        takings = [r for r in later if begin.hole_at(targets[r.name]) == taken]
-        closed = {taken: math.inf, wanted: top}
-        takings = [r for r in takings if self._lasts(r, requests) or not self._has_room(begin, r, closed)]
-        taking = next(iter(takings), None)
-        if taking is None:
-            return _close(begin, taken, holes.holes[taken])
-        if taking.size_bytes == wrong.size_bytes:
-            targets[wrong.name], targets[taking.name] = targets[taking.name], target
-            return []
-        if target - wanted > SMALL_BYTES:  # the other's hole stays open, and the wanted one is made to fit better
-            return _close(begin, wanted, target - wanted)
-        return None if any(top <= targets[r.name] < end for r in later) else _close(begin, top, end - top)
+        offsets[there] = found
+        return offsets
 
-    def _lasts(self, request: Request, requests: Sequence[Request]) -> bool:
-        """Whether a block is there when others are asked for after the step."""
-        return self.ranges[request.name].last > self.ranges[requests[-1].name].first + 1
+    def _other_places(self, events: Sequence[Request | Release]) -> dict[int, int]:
+        """Places for the requests of a step, drawn: in what is free but for plugs, and apart while both live."""
+        holes = self.holes.after((0, offset) for offset in self.plugs).holes.items()
+        ends = {event.name: number for number, event in enumerate(events) if isinstance(event, Release)}
+        gap = int(self.draws.choice((0, SMALL_BYTES + MIN_BLOCK_BYTES)))  # the second is for a plug
+        found: dict[int, int] = {}
+        placed: list[tuple[int, int, int, int]] = []
+        for number in self.draws.permutation(len(events)).tolist():
+            request = events[number]
+            if isinstance(request, Release):
+                continue
+            size_bytes, end = request.size_bytes, ends.get(request.name, len(events))
+            beside = [(low, top) for low, top, begin, until in placed if begin < end and number < until]
+            wanted = int(self.offsets[self.index[request.name]])
+            places = [wanted, *(at for o, n in holes for at in (o, o + n - size_bytes))]
+            places += [at for low, top in beside for at in (top + gap, low - gap - size_bytes)]
+            places = [at for at in places if any(o <= at and at + size_bytes <= o + n for o, n in holes)]
+            places = [at for at in places if not any(at < top and low < at + size_bytes for low, top in beside)]
+            found[request.name] = at = int(self.draws.choice(places or [wanted]))
+            placed.append((at, at + size_bytes, number, end))
+        return found
 
-    def _has_room(self, holes: _Holes, request: Request, closed: dict[int, float]) -> bool:
-        """Whether there is room for a block within the slab. closed: up to where holes are taken, by their offset."""
-        parts = ((max(o, closed.get(o, o)), o + n) for o, n in holes.holes.items())
-        return any(o + request.size_bytes <= min(end, self.limit_bytes) for o, end in parts)
 
-    def _put_below(self, request: Request, later: Sequence[Request]) -> None:
-        """Exchange a block with those of its step that come later and were to be below it in the same hole.
+@dataclass(slots=True)
+class _Attempt:
+    """What comes of moves before a step, and of the step. homeless: requests for which no hole was large enough."""
 
-        What was to come there while it lives, moves up with them.
-        """
-        bottom = min(self.targets[r.name] for r in later)
-        top, ours, names = self.targets[request.name], self.ranges[request.name], {r.name for r in later}
-        for name, theirs in self.ranges.items():
-            at = self.targets[name]
-            meanwhile = ours.first < theirs.first and theirs.last <= ours.last
-            if (meanwhile or name in names) and bottom <= at and at + theirs.size_bytes <= top:
-                self.targets[name] += request.size_bytes
-        self.targets[request.name] = bottom
+    moves: list[Move]
+    holes: _Holes
+    places: dict[int, int | None]
+    homeless: list[Request] = field(default_factory=list)
+
+    def run(
+        self, events: Sequence[Request | Release], wishes: dict[int, int], settled: Collection[int]
+    ) -> Request | None:
+        """Do events, up to the first request that would go wrong, which is given. settled: what may go anywhere."""
+        for event in events:
+            if isinstance(event, Release):
+                if (at := self.places.pop(event.name)) is not None:
+                    self.holes.free(at)
+                continue
+            at = self.holes.fit(event.size_bytes)
+            right = at is not None and abs(at - wishes[event.name]) <= SMALL_BYTES
+            if not right and event.name not in settled:
+                return event
+            self.places[event.name] = self.holes.allocate(event.size_bytes)
+            if at is None:
+                self.homeless.append(event)
+        return None
+
+
+def _close_around(begin: _Holes, offsets: Iterable[int], spans: Sequence[tuple[int, int]]) -> list[Move] | None:
+    """Moves that close a part of a hole at one of these offsets, outside of these spans. None where that can't be."""
+    for hole in map(begin.hole_at, offsets):
+        if hole is None:
+            continue
+        low, top = hole, hole + begin.holes[hole]
+        for start, end in [*sorted(span for span in spans if span[0] < top and hole < span[1]), (top, top)]:
+            if moves := _close(begin, low, start - low):
+                return moves
+            low = max(low, end)
+    return None
 
 
 def _close(holes: _Holes, offset: int, size_bytes: int) -> list[Move] | None:

@@ -6,11 +6,12 @@ import random
 from collections.abc import Sequence
 from itertools import permutations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.problem.packing import LiveRange, Packing, most_alive, pack_slab
+from memplan.problem.packing import LiveRange, Packing, columns, eject, most_alive, pack_slab
 from tests.support.parameters import examples
 
 FUZZ = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
@@ -86,3 +87,22 @@ def test_hard_blocks_are_packed_tighter_than_by_first_fit(seed: int) -> None:
     firsts = [draw.randrange(60) for _ in range(150)]
     blocks = [LiveRange(draw.randint(1, 100), first, first + draw.randint(1, 20)) for first in firsts]
     assert pack_slab(blocks).size_bytes <= 1.02 * most_alive(blocks)
+
+
+@FUZZ
+@given(lifetimes(40), st.randoms(use_true_random=False))
+def test_blocks_find_places_beside_those_that_stay(blocks: list[LiveRange], draw: random.Random) -> None:
+    packing = pack_slab(blocks)
+    stay = np.array([draw.random() < 0.5 for _ in blocks])
+    offsets = np.where(stay, packing.offsets, -1)
+    limit_bytes = packing.size_bytes + draw.randrange(10)
+    found = eject(*columns(blocks), offsets, stay, limit_bytes, np.random.default_rng(0), 500)
+    assert found is not None
+    assert_sound(blocks, Packing(tuple(found.tolist()), max(at + b.size_bytes for at, b in zip(found, blocks))))
+    assert (found + columns(blocks)[0] <= limit_bytes).all() and (found[stay] == offsets[stay]).all()
+
+
+def test_a_block_that_meets_one_that_stays_everywhere_has_no_place() -> None:
+    blocks = [LiveRange(4, 0, 3), LiveRange(5, 1, 2)]
+    stay = np.array([True, False])
+    assert eject(*columns(blocks), np.array([0, -1]), stay, 8, np.random.default_rng(0), 500) is None

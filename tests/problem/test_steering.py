@@ -95,21 +95,23 @@ def test_a_short_block_keeps_the_hole_that_alone_has_room_for_it() -> None:
           0 |-------|
     """
     fixed, out, indices, rest = 1, 2, 3, 4
-    targets = {fixed: 64 * MIB, out: 136 * MIB, indices: 0, rest: 72 * MIB}
+    offsets = [64 * MIB, 136 * MIB, 0, 72 * MIB]
     moments: list[Moment] = [
         (0, (Request(fixed, 8 * MIB),)),
         (1, (Request(out, 32 * MIB), Request(indices, 64 * MIB))),
         (2, (Release(indices),)),
         (3, (Request(rest, 64 * MIB),)),
     ]
-    leader = _Leader(200 * MIB, True, targets, _live_ranges(moments))
+    leader = _Leader(200 * MIB, True, _live_ranges(moments), offsets)
     leader.run(moments)
     assert not leader.missed and leader.outside_bytes == 0
     assert [leader.places[name] for name in (fixed, out, rest)] == [64 * MIB, 136 * MIB, 72 * MIB]
 
 
-def test_most_random_moments_are_led() -> None:
-    assert sum(led_blocks(random_moments(seed), True)[0] > 0 for seed in range(40)) >= 24
+def test_random_moments_are_led_in_little_more_than_they_hold() -> None:
+    led = [led_blocks(random_moments(seed), True) for seed in range(40)]
+    assert all(reserved_by_it for reserved_by_it, _ in led)
+    assert sum(reserved_by_it / alive for reserved_by_it, alive in led) / len(led) < 1.1
 
 
 @FUZZ
