@@ -59,8 +59,8 @@ class Packing:
     size_bytes: int = 0
 
 
-def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
-    """Offsets in a slab that is as small as is found. The same for the same blocks, always.
+def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, seed: int = 0) -> Packing:
+    """Offsets in a slab that is as small as is found. The same for the same blocks and seed, always.
 
     enough_bytes: a slab of this size is as good as a smaller one.
     """
@@ -77,7 +77,7 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
     enough_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
     matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
     large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
-    draws = np.random.default_rng(0)
+    draws = np.random.default_rng(seed)
     for height in sorted(starts)[:_STARTS]:
         offsets, failures = starts[height], 0
         while height > enough_bytes and failures < _FAILURES and _height(best, size) > enough_bytes:

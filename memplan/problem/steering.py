@@ -19,6 +19,7 @@ Blocks of at most 1 MiB are elsewhere: the allocator has segments of 2 MiB for t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ from numpy.typing import NDArray
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES
 from memplan.problem.packing import LiveRange, columns, eject, pack_slab
 
-_SPARE = (1.0, 1.005, 1.01, 1.02, 1.04, 1.1)  # arenas that are tried until none misses a block, by the packing's size
+# Arenas that are tried until none misses a block: the seed of a packing, and the size as a multiple of that packing.
+_ARENAS = ((0, 1.0), (1, 1.0), (2, 1.0), (0, 1.01), (0, 1.03), (0, 1.1))
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
 _MOST_MOVES = 24  # before one step of a schedule
 _TRIES = 20  # places that are tried for the blocks of one step
@@ -93,11 +95,11 @@ def lead(
         return [Steering(0, tuple({} for _ in microbatches), outside)]
     events = {event for _, events in microbatches[0] for event in events}
     kept_bytes = sum(e.size_bytes for e in events if isinstance(e, Request) and Release(e.name) not in events)
-    packing = pack_slab(list(blocks.values()))
+    pack = functools.cache(lambda seed: pack_slab(list(blocks.values()), seed=seed))
     found: list[Steering] = []
-    for spare in _SPARE:
-        arena_bytes = math.ceil(packing.size_bytes * spare / ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        leader = _Leader(arena_bytes, expandable, blocks, packing.offsets)
+    for seed, spare in _ARENAS:
+        arena_bytes = math.ceil(pack(seed).size_bytes * spare / ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        leader = _Leader(arena_bytes, expandable, blocks, pack(seed).offsets)
         moves = tuple(leader.run(moments) for moments in microbatches)
         missed, all_bytes = frozenset(leader.missed), arena_bytes + leader.outside_bytes
         found.append(Steering(arena_bytes, moves, outside, kept_bytes, missed, all_bytes))
