@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Sample
 from memplan.config import ConfigLike
 from memplan.errors import Refused, or_raise
-from memplan.installed.checkpointing import checkpointing_off
 from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
@@ -165,8 +164,8 @@ def apply(
         return leave_unplanned(model, loss_fn, needs[0] if needs else None)
     # 1. Arguments are checked; nothing has changed yet.
     refuse_no_module(model)
-    one_of("on_mismatch", on_mismatch, ("replan", "raise"))
-    one_of("on_oom", on_oom, ("raise", "replan"))
+    one_of("on_mismatch", on_mismatch, get_args(OnMismatch))
+    one_of("on_oom", on_oom, get_args(OnOutOfMemory))
     shards = shards or _sharded(model)
     if isinstance(shards, ShardedModel):
         group = group or shards.group()
@@ -194,20 +193,13 @@ def apply(
     # 2. What runs in place of the model's own forward is set aside: compiled code, a plan, hooks of FSDP, checkpoints.
     given, began_s = model, time.monotonic()
     is_compiled = settings.kernels == "fused" and any(map(private.is_compiled, model.modules()))
+    agreement = None if group is None else Agreement(group, one_schedule=shards is not None)
     with contextlib.ExitStack() as aside:
-        model = aside.enter_context(_compiled_aside(given, settings.kernels))
-        refuse_without_forward(model)
-        before = planned_forward(model)
-        with _plan_set_aside(model) as original:
-            agreement = None if group is None else Agreement(group, one_schedule=shards is not None)
-            if isinstance(shards, ShardedModel):
-                assert agreement is not None
-                agreement.together(functools.partial(aside.enter_context, shards.taking_over(for_good=True)))
-                original = model.forward
-            switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
+        with _own_forward(given, settings, aside, agreement) as (model, checkpointed):
+            refuse_without_forward(model)
 
             # 3. A planner makes the first step, which the planned model will find among those that it chooses from.
-            planner = Planner(model, original, settings, grouped=group is not None)
+            planner = Planner(model, model.forward, settings, grouped=group is not None)
             planner.check_optimizer()
             if agreement is not None and settings.costs == "measure":
                 measured = functools.partial(measure_network, agreement.group, here)
@@ -227,16 +219,15 @@ def apply(
                 planned.choice.add(step, time.monotonic() - began_s)
 
         # 4. The planned model's forward is put in the place of the model's own. `memplan.remove` undoes what 2. did.
-        if before is not None:
+        if (before := planned_forward(model)) is not None:
             before.uninstall()
             planned.undo = before.undo
-        planned.undo.append(switch_on)
-        if isinstance(shards, ShardedModel):
-            planned.undo.append(shards.give_back)
+        planned.undo.append(aside.pop_all().close)
         planned.install()
-        if is_compiled:
-            planned.undo.append(aside.pop_all().close)
-            log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
+    if is_compiled:
+        log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
+    if checkpointed:
+        log.warning("gradient checkpointing is switched off, for the plan decides what is recomputed")
     return given
 
 
@@ -323,17 +314,10 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
 @contextlib.contextmanager
 def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[Planner]:
     """A context with a planner for the model beneath `torch.compile`. What is installed is set aside."""
-    with (
-        _compiled_aside(model, settings.kernels) as model,
-        _plan_set_aside(model) as original,
-        checkpointing_off(model),
-        errors_of_forward(),
-    ):
-        sharded = settings.shards.taking_over() if isinstance(settings.shards, ShardedModel) else None
-        with sharded or contextlib.nullcontext():
-            planner = Planner(model, original if sharded is None else model.forward, settings)
-            planner.check_optimizer()
-            yield planner
+    with contextlib.ExitStack() as aside, _own_forward(model, settings, aside) as (model, _), errors_of_forward():
+        planner = Planner(model, model.forward, settings)
+        planner.check_optimizer()
+        yield planner
 
 
 def _settings(
@@ -375,18 +359,29 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, .
 
 
 @contextlib.contextmanager
-def _plan_set_aside(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """A context with the model's own forward. An installed plan is set aside in it."""
-    planned = planned_forward(model)
-    if planned is not None:
-        planned.uninstall()
+def _own_forward(
+    model: nn.Module, settings: Settings, aside: contextlib.ExitStack, agreement: Agreement | None = None
+) -> Iterator[tuple[nn.Module, bool]]:
+    """A context with the model beneath `torch.compile`, which has its own forward, and whether it had checkpoints on.
+
+    For fused kernels, modules in it run as they are. An installed plan is back when the context ends; checkpoints by
+    the flag `gradient_checkpointing`, as models of transformers have it, hooks of FSDP and compiled code are once
+    `aside` closes.
+    """
+    if settings.kernels == "fused":
+        model = aside.enter_context(private.compiled_aside(model))
+    before = planned_forward(model)
+    if before is not None:
+        before.uninstall()
     try:
-        yield model.forward
+        if isinstance(settings.shards, ShardedModel):
+            take_over = functools.partial(settings.shards.take_over, aside)
+            take_over() if agreement is None else agreement.together(take_over)
+        checkpointed: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+        for module in checkpointed:
+            module.gradient_checkpointing = False
+            aside.callback(setattr, module, "gradient_checkpointing", True)
+        yield model, bool(checkpointed)
     finally:
-        if planned is not None:
-            planned.install()
-
-
-def _compiled_aside(model: nn.Module, kernels: Kernels) -> contextlib.AbstractContextManager[nn.Module]:
-    """For fused kernels a context with the module beneath `torch.compile`, whose modules then run as they are."""
-    return private.compiled_aside(model) if kernels == "fused" else contextlib.nullcontext(model)
+        if before is not None:
+            before.install()

@@ -9,7 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from memplan.runtime.trial.recorded_step import ModulesHeard, Parts, ResultKey, 
 
 Kind = Literal["error", "output", "second run", "gradient", "input", "buffer", "parameter", "generator"]
 
-_ORDER = ("error", "output", "second run", "gradient", "input", "buffer", "parameter", "generator")
+_ORDER = get_args(Kind)
 _NOISE = 10  # times as much as two equal runs differ: more is no noise of the device
 _MORE = 3  # runs of a reference that two runs show not to repeat itself
 _SHOWN = 12  # findings in a text

@@ -49,15 +49,11 @@ def show(text: str) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """A context in which nothing is logged, because what is tried in it concerns nobody."""
-
-    def nothing(_: logging.LogRecord) -> bool:
-        return False
-
-    log.addFilter(nothing)
+    before, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.removeFilter(nothing)
+        log.disabled = before
 
 
 def show_count(what: str, done: int, total: int) -> None:

@@ -28,11 +28,7 @@ _MULTIPLY = frozenset(
 
 
 def multiplies_matrices(traced: Traced) -> bool:
-    """Whether a step on a CUDA device calls cuBLAS."""
-    return traced.device.type == "cuda" and _multiplies(traced)
-
-
-def _multiplies(traced: Traced) -> bool:
+    """Whether a step calls cuBLAS, on a CUDA device."""
     kinds = _MULTIPLY if torch.backends.cudnn.enabled else _MULTIPLY | _CONVOLVE
     return any(op.kind in kinds for op in traced.graph.ops)
 
@@ -45,8 +41,9 @@ def workspaces(traced: Traced, measured: bool, capability: tuple[int, int] | Non
     """
     if capability is not None:
         threads = _THREADS if torch.__version__ < "2.15" else 1
-        return (private.blas_workspace_bytes(capability),) * threads if _multiplies(traced) else ()
-    if not multiplies_matrices(traced) or (measured and not _kept(traced.device)):
+        return (private.blas_workspace_bytes(capability),) * threads if multiplies_matrices(traced) else ()
+    on_cuda = traced.device.type == "cuda"
+    if not (on_cuda and multiplies_matrices(traced)) or (measured and not _kept(traced.device)):
         return ()
     return _most_workspaces(traced.device)
 

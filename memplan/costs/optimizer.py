@@ -7,7 +7,6 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -91,74 +90,51 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
     """Seconds that the CPU takes to update parameters, for each byte of their gradients. 0 where there are none.
 
     measured: time an update by an optimizer of torch.optim, the best of three. Else it is what its ops read and write,
-    at the speed of a laptop's memory. Raises UnsupportedModel for an optimizer that can't step parameters on the CPU.
+    at the speed of a laptop's memory. Either is of the settings and the dtype of the largest parameter.
+
+    Raises UnsupportedModel for an optimizer that can't step parameters on the CPU.
     """
-    example = _Example.of(optimizer)
-    if example is None:
+    found = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if not found:
         return 0.0
-    if measured and _is_of_torch(optimizer):
-        return example.timed_s() / example.size_bytes
-    return example.traffic_bytes() / example.size_bytes / Roofline().bytes_per_s
+    group, largest = max(found, key=lambda pair: pair[1].numel())
+    size_bytes: int = _EXAMPLE[0] * _EXAMPLE[1] * largest.dtype.itemsize
+    cpu = torch.device("cpu")
+    if measured and type(optimizer).step.__module__.startswith("torch.optim."):
+        return _timed_s(_example(optimizer, group, largest.dtype)) / size_bytes
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        twin = _example(optimizer, group, largest.dtype)
+        _step(twin, cpu)  # makes the state
+        if group.get("fused"):  # one op, which by its schema writes to gradients too
+            traffic_bytes = 3 * size_bytes + 2 * _state_bytes(twin, cpu)
+        else:
+            traffic_bytes = _step(twin, cpu).traffic_bytes
+    return traffic_bytes / size_bytes / Roofline().bytes_per_s
 
 
-def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).step.__module__.startswith("torch.optim.")
+def _example(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> torch.optim.Optimizer:
+    """A copy of the optimizer that updates 4 million numbers of this dtype, with the settings of a group."""
+    parameter = torch.nn.Parameter(torch.zeros(_EXAMPLE, dtype=dtype, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    twin = _copied(optimizer)
+    twin.param_groups = [{**group, "params": [parameter]}]
+    twin.state = defaultdict(dict)
+    return twin
 
 
-@dataclass(frozen=True)
-class _Example:
-    """An update of 4 million numbers with the settings and dtype of an optimizer's largest parameter.
-
-    group: these settings.
-    """
-
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> _Example | None:
-        found = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if not found:
-            return None
-        group, largest = max(found, key=lambda pair: pair[1].numel())
-        return _Example(optimizer, group, largest.dtype)
-
-    @property
-    def size_bytes(self) -> int:
-        return _EXAMPLE[0] * _EXAMPLE[1] * self.dtype.itemsize
-
-    def timed_s(self) -> float:
-        twin, best_s = self._twin(), float("inf")
-        try:
-            for _ in range(4):  # the first makes the state
-                start_s = time.perf_counter()
-                private.step_without_hooks(twin)
-                best_s = min(best_s, time.perf_counter() - start_s)
-        except Exception as error:
-            raise UnsupportedModel(
-                f"{type(twin).__name__}.step() fails for parameters that live on the host ({error}). Change its "
-                "settings, or leave host_budget= out"
-            ) from error
-        return best_s
-
-    def traffic_bytes(self) -> int:
-        """Bytes that the update's ops read and write."""
-        cpu = torch.device("cpu")
-        with private.FakeTensorMode(allow_non_fake_inputs=True):
-            twin = self._twin()
-            _step(twin, cpu)  # makes the state
-            if self.group.get("fused"):  # one op, which by its schema writes to gradients too
-                return 3 * self.size_bytes + 2 * _state_bytes(twin, cpu)
-            return _step(twin, cpu).traffic_bytes
-
-    def _twin(self) -> torch.optim.Optimizer:
-        parameter = torch.nn.Parameter(torch.zeros(_EXAMPLE, dtype=self.dtype, device="cpu"))
-        parameter.grad = torch.ones_like(parameter)
-        twin = _copied(self.optimizer)
-        twin.param_groups = [{**self.group, "params": [parameter]}]
-        twin.state = defaultdict(dict)
-        return twin
+def _timed_s(twin: torch.optim.Optimizer) -> float:
+    best_s = float("inf")
+    try:
+        for _ in range(4):  # the first makes the state
+            start_s = time.perf_counter()
+            private.step_without_hooks(twin)
+            best_s = min(best_s, time.perf_counter() - start_s)
+    except Exception as error:
+        raise UnsupportedModel(
+            f"{type(twin).__name__}.step() fails for parameters that live on the host ({error}). Change its "
+            "settings, or leave host_budget= out"
+        ) from error
+    return best_s
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -177,13 +153,12 @@ def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, 
         with private.outside_of_tracing():
             number = t.item()
         memo[id(t)] = torch.tensor(number, dtype=t.dtype, device="cpu")
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            here = private.part_here(parameter)
-            there = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=device)
-            fake = torch.nn.Parameter(there, parameter.requires_grad)
-            fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
-            memo[id(parameter)] = fake
+    for parameter in _parameters(optimizer):
+        here = private.part_here(parameter)
+        there = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=device)
+        fake = torch.nn.Parameter(there, parameter.requires_grad)
+        fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
+        memo[id(parameter)] = fake
     for t in states:
         if id(t) not in memo:  # it will be where its parameter is
             here = private.part_here(t)

@@ -131,20 +131,27 @@ class StepChoice:
             step = min(serving, key=lambda step: 0.0 if step.plan is None else step.plan.time_s, default=None)
         return None if step is None else self.known.use(step)
 
-    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> ServingStep | Refused:
-        """A new step, or why there is none.
+    def _planned(self, call: Call, share: Share | None = None) -> ServingStep | Refused:
+        """A new step, or why there is none. With gradients of earlier steps there, its plan counts them if one can.
 
-        share: exchanges plans with the other ranks of a group. counting: the planner counts gradients of earlier steps
-        now. Raises PlanMismatch if plans may not change.
+        share: exchanges plans with the other ranks of a group. Raises PlanMismatch if plans may not change.
         """
-        if self._held.extra_bytes and not counting:
-            return self._planned_with_gradients(call)
+        if self._held.extra_bytes:
+            why = self._why_no_room()
+            with self.planner.limits.counting_held_gradients():  # plans that don't count them are no starting point
+                step = self._planned_anew(call, (), None, {}, "gradients of an earlier step are there")
+            if not isinstance(step, BudgetInfeasible):
+                if not isinstance(step, Refused):
+                    self._held.are_counted_from_now_by(step, self.known.all)
+                    self.voice.warn({} if why is None else {"planned with gradients": f"planned again, because {why}"})
+                return step
+            self._tell_of_gradients(why or str(step))
+            if (known_step := self._known_step(call)) is not None:
+                return known_step
         mismatches: Mismatches = {}
         known: Sequence[ServingStep] = ()
-        reasons = [] if counting else [self.known.mismatch(step, call, mismatches) for step in self.known.all]
-        if counting:  # plans that don't count these gradients are no starting point
-            reason = "gradients of an earlier step are there"
-        elif None in reasons:  # a provisional step serves the call
+        reasons = [self.known.mismatch(step, call, mismatches) for step in self.known.all]
+        if None in reasons:  # a provisional step serves the call
             again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
             self.known.keep(lambda step: id(step) not in again)
             reason = "such a call came again, and gets a plan of its own"
@@ -155,6 +162,12 @@ class StepChoice:
             )
         else:
             known, reason = self.known.all, str(reasons[0]) if reasons else "this is the first call"
+        return self._planned_anew(call, known, share, mismatches, reason)
+
+    def _planned_anew(
+        self, call: Call, known: Sequence[ServingStep], share: Share | None, mismatches: Mismatches, reason: str
+    ) -> ServingStep | Refused:
+        """A new step, which is taken in, or why there is none. reason: why it is planned."""
         log.info("planning, because %s", reason)
         unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
         if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
@@ -198,11 +211,11 @@ class StepChoice:
 
     def _without(self, unsteady: str, plan: Callable[[], ServingStep | Refused]) -> ServingStep | Refused:
         """A new step that does not depend on an unsteady value, or if there is none, a step that does."""
-        self.planner.capturing.depend_no_more_on(unsteady)
+        self.planner.capturing.depend_on(unsteady, False)
         step = plan()
         if isinstance(step, Refused):
             log.info("each value of %s gets a plan, because %s", unsteady, step)
-            self.planner.capturing.depend_again_on(unsteady)
+            self.planner.capturing.depend_on(unsteady, True)
             return plan()
         self.known.keep(lambda known: not isinstance(known, PlannedStep) or not known.key.depends_on({unsteady}))
         log.warning(
@@ -304,21 +317,6 @@ class StepChoice:
         limit_bytes = self.planner.limits.budget_bytes
         peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.known.all)
         return next((why for s, peak in peaks if (why := self._held.beyond(s, peak, limit_bytes)) is not None), None)
-
-    def _planned_with_gradients(self, call: Call) -> ServingStep | Refused:
-        """A new step whose plan counts gradients of earlier steps; where none fits, one that does not count them."""
-        why = self._why_no_room()
-        with self.planner.limits.counting_held_gradients():
-            step = self._planned(call, counting=True)
-        if isinstance(step, BudgetInfeasible):
-            self._tell_of_gradients(why or str(step))
-            return self._known_step(call) or self._planned(call)
-        if isinstance(step, Refused):
-            return step
-        self._held.are_counted_from_now_by(step, self.known.all)
-        if why is not None:
-            self.voice.warn({"planned with gradients": f"planned again, because {why}"})
-        return step
 
     def _tell_of_gradients(self, why: str) -> None:
         """Warn that no plan counts the gradients, and go on with the plans that there are."""

@@ -60,16 +60,8 @@ class KnownSteps:
     def mismatch(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
         declined = next((why for other, why in self.declined if other is step), None)
-        return declined or self._other_kind(step, call, mismatches) or self._no_room(step, call)
-
-    def _other_kind(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
-        """Why a call is not of the kind that a step is for. mismatches: so far, of all that share a key."""
-        if step.kind not in mismatches:
-            mismatches[step.kind] = step.mismatch(call)
-        return mismatches[step.kind]
-
-    def _no_room(self, step: ServingStep, call: Call) -> str | None:
-        """Why a call for which a step is made does not fit the budget."""
+        if (why := declined or self._other_kind(step, call, mismatches)) is not None:
+            return why
         limit_bytes, peak_bytes = self._limits.budget_bytes, step.peak_bytes(call)
         if isinstance(step, PlannedStep) and step.sized is not None and peak_bytes is not None:
             if limit_bytes is not None and peak_bytes > limit_bytes:
@@ -77,6 +69,12 @@ class KnownSteps:
             if step.sized.outgrows_host(step.numbers(call)):
                 return "its copies on the host have room for smaller calls only"
         return self._held.beyond(step, peak_bytes, limit_bytes)
+
+    def _other_kind(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
+        """Why a call is not of the kind that a step is for. mismatches: so far, of all that share a key."""
+        if step.kind not in mismatches:
+            mismatches[step.kind] = step.mismatch(call)
+        return mismatches[step.kind]
 
     def of_same_kind(self, call: Call, mismatches: Mismatches) -> Iterator[PlannedStep]:
         """Steps for calls of any size that serve this call, if there is room."""

@@ -64,7 +64,8 @@ class Recovery:
                 changed = step.key.mismatch(call)
                 if isinstance(problem, PlanMismatch) and self._is_same(step, call, tangents, state.autocast):
                     return step.runner.backward(state, tangents)
-                repeats = changed is None and step.runner.repeats(state)
+                why = step.runner.keeps_from_repeating(state) if changed is None else f"since then {changed}"
+                repeats = why is None
                 again = not again and self.frees_memory(problem, repeats)
                 if again:
                     other = step
@@ -72,7 +73,9 @@ class Recovery:
                     self.prepare_replan(problem, step, repeats)
                     other = or_raise(self._planned_for(step, call, tangents, state.autocast))
                 elif not repeats or self._choice.on_mismatch == "raise":
-                    raise PlanMismatch(f"{problem}. {self._why_not_again(step, changed)}")
+                    why = f"Forward can't run again for it, because {why}"
+                    why = "on_mismatch is 'raise'" if self._choice.on_mismatch == "raise" else why
+                    raise PlanMismatch(f"{problem}. {why}")
                 else:
                     other = self._for_tangents(step, call, tangents, state.autocast, problem)
             self._choice.in_place_of(step, other)
@@ -96,26 +99,12 @@ class Recovery:
             step.runner.backwards.autocasts.add(backward)
         return same
 
-    def _why_not_again(self, step: PlannedStep, changed: str | None) -> str:
-        if self._choice.on_mismatch == "raise":
-            return "on_mismatch is 'raise'"
-        if changed is not None:
-            return f"Forward can't run again for it, because since then {changed}"
-        if step.runner.unlike:
-            return f"Forward can't run again for it, because {step.runner.unlike[0]} would give something else"
-        if step.runner.written.matters:
-            return "Forward can't run again for it, because it writes to what it reads; on_oom='replan' keeps buffers"
-        return "Forward can't run again for it, because what it read has been written to since"
-
     def _for_tangents(
         self, step: PlannedStep, call: Call, tangents: Tangents, backward: Autocast | None, problem: Exception
     ) -> PlannedStep:
         for other in self._choice.known.whole():
-            if other.mismatch(call) is not None:
-                continue
-            if not other.runner.takes(tangents, backward, other.numbers(call)):
-                continue
-            if other.forward_ops(call) == step.forward_ops(call):
+            serves = other.mismatch(call) is None and other.runner.takes(tangents, backward, other.numbers(call))
+            if serves and other.forward_ops(call) == step.forward_ops(call):
                 return other
         log.info("planning, because %s", problem)
         may_vary = all_sizes(call.tensors) if self._choice.takes_any_size else Varying()

@@ -36,27 +36,23 @@ def _hear_of_steps() -> None:
 
     def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for model in list(_watching):
-            _look(model, optimizer)
+            own = {id(p) for p in model.parameters() if p.grad is not None}
+            if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+                continue
+            end_watch(model)
+            kind = type(model).__name__
+            if any(base.__name__ == "LightningModule" for base in type(model).__mro__):  # it calls training_step
+                raise UnsupportedModel(
+                    f"{kind} trains without its plan: Lightning calls training_step, and that does not call forward, "
+                    f"for which the plan is. Call self(...) in training_step, or {_advice(model)}"
+                )
+            log.warning(
+                "%s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
+                "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
+                kind,
+            )
 
     register_optimizer_step_post_hook(stepped)
-
-
-def _look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    own = {id(p) for p in model.parameters() if p.grad is not None}
-    if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-        return
-    end_watch(model)
-    kind = type(model).__name__
-    if any(base.__name__ == "LightningModule" for base in type(model).__mro__):  # whose trainer calls training_step
-        raise UnsupportedModel(
-            f"{kind} trains without its plan: Lightning calls training_step, and that does not call forward, for "
-            f"which the plan is. Call self(...) in training_step, or {_advice(model)}"
-        )
-    log.warning(
-        "%s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
-        "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
-        kind,
-    )
 
 
 def refuse_without_forward(model: nn.Module) -> None:

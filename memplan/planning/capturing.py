@@ -53,12 +53,7 @@ class Capturing:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        settings: Settings,
-        placement: Placement,
-        grouped: bool,
+        self, model: nn.Module, forward: Forward, settings: Settings, placement: Placement, grouped: bool
     ) -> None:
         self._model, self._forward, self.grouped = model, forward, grouped
         self._settings, self._placement = settings, placement
@@ -72,13 +67,9 @@ class Capturing:
         """Capture from now on with, or without, the branches that a run of forward takes."""
         self.decides = decides
 
-    def depend_no_more_on(self, value: str) -> None:
-        """Capture from now on only what does not depend on this value."""
-        self.unsteady |= {value}
-
-    def depend_again_on(self, value: str) -> None:
-        """Capture what depends on this value after all, because it can't be left out."""
-        self.unsteady -= {value}
+    def depend_on(self, value: str, depends: bool) -> None:
+        """Capture from now on what depends on this value, or only what does not."""
+        self.unsteady = self.unsteady - {value} if depends else self.unsteady | {value}
 
     def make_no_island_of(self, called: Any, why: str) -> None:
         """Make no island of this function or module from now on: it gives something else each time."""
@@ -195,9 +186,11 @@ class Capturing:
         captured = captured_for(tangents, varying)
         if isinstance(captured, UnsupportedModel):
             return captured
-        sizes = captured.traced.sizes
+        step, sizes = captured.traced, captured.traced.sizes
         assert sizes is not None
-        for_one = captured_for(_arriving(captured.traced) if tangents else None, Varying())
+        nodes = {i: step.tangent_nodes[o.tangent] for i, o in enumerate(step.outputs) if o.tangent is not None}
+        arriving = {i: GradientLayout.of(node.meta["val"]) for i, node in nodes.items()}
+        for_one = captured_for(arriving if tangents else None, Varying())
         if isinstance(for_one, UnsupportedModel):
             return for_one
         ops, alone = (
@@ -294,12 +287,6 @@ class Capturing:
             return contextvars.copy_context().run(look)
         except (UnsupportedModel, ForwardFails) as error:
             return error.with_traceback(None)
-
-
-def _arriving(traced: Traced) -> dict[int, GradientLayout]:
-    """The gradients with which the backward of a step begins, by output."""
-    nodes = {i: traced.tangent_nodes[o.tangent] for i, o in enumerate(traced.outputs) if o.tangent is not None}
-    return {i: GradientLayout.of(node.meta["val"]) for i, node in nodes.items()}
 
 
 def _as_cuda_allocates(step: Traced) -> Traced:

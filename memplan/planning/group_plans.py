@@ -13,10 +13,8 @@ from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_memory
 from memplan.errors import MemplanError, Refused, or_raise
 from memplan.logs import log
-from memplan.planning.limits import Limits
-from memplan.planning.placement import Placement
 from memplan.planning.plan_search import PlanSearch
-from memplan.planning.settings import Settings
+from memplan.planning.problems import Problems
 from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
 from memplan.plans.uneven import kind_of, sizes_of, widest
@@ -32,10 +30,8 @@ class GroupPlans:
     Refusals are raised, because errors of one rank are raised on all.
     """
 
-    def __init__(
-        self, settings: Settings, limits: Limits, placement: Placement, plans: PlanSearch, without: WithoutSearch
-    ) -> None:
-        self._settings, self._limits, self._placement = settings, limits, placement
+    def __init__(self, problems: Problems, plans: PlanSearch, without: WithoutSearch) -> None:
+        self._settings, self._limits, self._placement = problems.settings, problems.limits, problems.placement
         self._plans, self._without_search = plans, without
 
     def shared(
@@ -58,7 +54,7 @@ class GroupPlans:
         limit = self._limits.known_bytes
         homes = sorted(self._placement.host or ())
         facts = (*self._facts(captured), homes, self._limits.margin, provisional, limit or self._settings.budget)
-        made = share(_digest(facts), limit or 0, packed).own
+        made, _ = share(_digest(facts), limit or 0, packed)
         plan, provisional = own[0] if own else (plan_from_bytes(made[1:]), bool(made[0]))
         self.take_over(plan)  # whoever made it, or later plans would depend on that
         return plan, provisional
@@ -98,9 +94,9 @@ class GroupPlans:
             kind_of(captured.traced.graph), limits.accumulate, self._settings.grads, self._settings.search, host_budget
         )  # fmt: skip
         exact = _digest((*self._facts(captured), self._settings.shards.resident_bytes))
-        made = share(_digest(kind), known_limit or 0, make, exact, figures)
-        plan = plan_from_bytes(made.own)
-        largest = max(map(plan_from_bytes, made.others), key=_need, default=plan)
+        made, others = share(_digest(kind), known_limit or 0, make, exact, figures)
+        plan = plan_from_bytes(made)
+        largest = max(map(plan_from_bytes, others), key=_need, default=plan)
         if _need(largest) > _need(plan):
             limits.reset(known_limit)
             self.take_over(largest)

@@ -62,17 +62,15 @@ def movables(traced: Traced, together: Collection[str] = ()) -> tuple[Movable, .
             continue
         movable = Movable((v,), names, next(iter(gradients), None), value.size_bytes, v in used)
         key = v if movable.gradient is None else movable.gradient
-        found[key] = movable if key not in found else _together(found[key], movable)
+        if (one := found.get(key)) is not None:
+            movable = Movable(
+                one.values + movable.values, one.names + movable.names, one.gradient,
+                one.size_bytes + movable.size_bytes, one.used or movable.used,
+            )  # fmt: skip
+        found[key] = movable
     named = {name for movable in found.values() for name in movable.names}
     stuck = {gradient for name, gradient in gradient_of.items() if name not in named}
     return tuple(movable for movable in found.values() if movable.gradient not in stuck)
-
-
-def _together(one: Movable, other: Movable) -> Movable:
-    return Movable(
-        one.values + other.values, one.names + other.names, one.gradient, one.size_bytes + other.size_bytes,
-        one.used or other.used,
-    )  # fmt: skip
 
 
 def all_names(movables: Sequence[Movable]) -> frozenset[str]:

@@ -30,7 +30,9 @@ class Limits:
         self._model, self._settings = model, settings
         self.budget_bytes: int | None = None
         self.learnt = self.after_error = 0.0
-        self.accumulate, self.keeps_written = settings.adds_up, False
+        self.accumulate, self.keeps_written = settings.accumulate, False
+        if settings.in_flight > 1:  # the first backward's gradients are there while the others run
+            self.accumulate = not settings.surroundings.takes_gradients
         self._with_gradients: int | None = None  # `budget_bytes` of plans that count gradients where others do not
 
     @property
@@ -101,7 +103,9 @@ class Limits:
     @property
     def may_hold_gradients(self) -> bool:
         """Whether forward may begin with gradients of earlier steps that plans could count, and do not yet."""
-        return not (self.accumulate or self._settings.engine_has_gradients or self._settings.update == "backward")
+        shards, surroundings = self._settings.shards, self._settings.surroundings
+        engine_has_them = surroundings.takes_gradients or (shards is not None and shards.takes_gradients)
+        return not (self.accumulate or engine_has_them or self._settings.update == "backward")
 
     @contextlib.contextmanager
     def counting_held_gradients(self) -> Iterator[None]:

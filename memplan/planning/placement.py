@@ -30,7 +30,7 @@ class Placement:
     """What all steps of one model share, beside its parameters: their homes, copies, gathers and updates.
 
     - host: names of the parameters that live on the host; None until a plan with a host budget has decided that.
-    - host_budget: the most host memory that a step may use; None where nothing is offloaded.
+    - host_budget: the most bytes of host memory that a step may use; None where nothing is offloaded.
     - device: where steps run; None is the sample's device.
     - gathers: of sharded parameters, shared by all steps. All ranks run one schedule.
     - known_link: the speed of copies, where it was given or comes with a plan.
@@ -40,7 +40,7 @@ class Placement:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model, self._settings = model, settings
-        self.host_budget = settings.most_on_host
+        self.host_budget = None if settings.most_on_host is None else limit_bytes(settings.most_on_host, 0)
         self._sharded = settings.shards if isinstance(settings.shards, ShardedModel) else None
         self._stay = settings.surroundings.keeps_parameters or (settings.shards is not None and self._sharded is None)
         self.host: frozenset[str] | None = None
@@ -76,11 +76,6 @@ class Placement:
         The hooks of units of `fully_shard` bring theirs.
         """
         return frozenset() if self._sharded is not None else self.host or frozenset()
-
-    @property
-    def host_limit(self) -> int:
-        """The host budget in bytes."""
-        return 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
 
     def link(self, device: torch.device) -> Link:
         """The speed of the connection to host memory, measured where it is not known."""

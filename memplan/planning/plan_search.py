@@ -16,11 +16,8 @@ from memplan.logs import log
 from memplan.planning.choosing import fastest_reserved, infeasible, no_room, plan_of_front, plan_of_residency
 from memplan.planning.homes import Movable, all_names
 from memplan.planning.kept_fronts import kept_front
-from memplan.planning.limits import Limits
-from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.residency import ProblemOf, Residency, choose_homes, least_peak_bytes, least_resident_bytes
-from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
 from memplan.problem.reserved import reserved_bytes
@@ -40,8 +37,9 @@ _EVERY_S = 0.2
 class PlanSearch:
     """Searches for plans of one model's steps. Each method returns plans, or why there is none."""
 
-    def __init__(self, settings: Settings, limits: Limits, placement: Placement, problems: Problems) -> None:
-        self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
+    def __init__(self, problems: Problems) -> None:
+        self._problems, self._settings = problems, problems.settings
+        self._limits, self._placement = problems.limits, problems.placement
 
     def plan(self, captured: Capture) -> Plan | Refused:
         """The fastest known schedule within the budget.
@@ -68,14 +66,14 @@ class PlanSearch:
         front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = least_peak_bytes(all_names(parts), front, problem_of)
         search = functools.partial(
-            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+            choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host
         )  # fmt: skip
         chosen = search(within) or search(limit)
         if chosen is None and self._limits.raised_to(least) > limit:
             limit = within = least
             chosen = search(limit)
         if chosen is None:
-            return no_room(plain, least, limit, placement.host_limit)
+            return no_room(plain, least, limit, placement.host_budget)
         chosen = self._reserving(within, chosen, search)
         if self._settings.keep_frozen:
             staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
@@ -136,7 +134,7 @@ class PlanSearch:
         front = self._front(problem_of(all_names(parts))) if parts else alone
         least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
         search = functools.partial(
-            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+            choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host
         )  # fmt: skip
         found: list[Plan] = []
         count = min(self._settings.search.points, _HOST_POINTS)
@@ -163,7 +161,7 @@ class PlanSearch:
             if isinstance(by_homes, UnsupportedModel):
                 return by_homes
             parts, problem_of = by_homes
-        host_limit, everything, host = self._placement.host_limit, all_names(parts), self._placement.host
+        host_budget, everything, host = self._placement.host_budget, all_names(parts), self._placement.host
         alone = self._without_gathered(problem)
         front = self._without_gathered(problem_of(everything)) if parts else alone
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
@@ -172,17 +170,17 @@ class PlanSearch:
 
         def search(limit_bytes: int) -> Residency | None:
             """The fastest step within the limit. No parts move where that makes no step faster."""
-            found = choose_homes((), alone, None, problem_of, host_limit, host or frozenset(), limit_bytes)
+            found = choose_homes((), alone, None, problem_of, host_budget or 0, host or frozenset(), limit_bytes)
             if not parts or (found is not None and (host or found.is_fastest)):
                 return found
-            moving = choose_homes(parts, front, None, problem_of, host_limit, host or None, limit_bytes)
+            moving = choose_homes(parts, front, None, problem_of, host_budget or 0, host or None, limit_bytes)
             both = [choice for choice in (found, moving) if choice is not None]
             return min(both, key=lambda choice: choice.found.timeline.time_s, default=None)
 
         within = self._limits.less_margin(limit)
         chosen = search(within) or search(limit)
         if chosen is None:
-            return no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
+            return no_room(problem, least, limit, host_budget)
         chosen = self._reserving(within, chosen, search)
         plan = plan_of_residency(chosen, tuple(dict.fromkeys((front, alone))), limit, least)
         return self._telling_of_reserved(plan, within)

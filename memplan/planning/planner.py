@@ -37,6 +37,7 @@ from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, structure
 from memplan.runtime.program.checkpointed import layers_of
+from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.step import PlannedStep, ServingStep, step_or_raise
@@ -62,10 +63,10 @@ class Planner:
         self.placement = Placement(model, settings)
         self.capturing = Capturing(model, forward, settings, self.placement, grouped)
         self._problems = Problems(model, settings, self.limits, self.placement)
-        self._plans = PlanSearch(settings, self.limits, self.placement, self._problems)
-        self._without_search = WithoutSearch(self.limits, self.placement, self._problems)
-        self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._without_search)
-        self._unplanned = UnplannedSteps(model, forward, settings, self.limits, self.placement, self._problems)
+        self._plans = PlanSearch(self._problems)
+        self._without_search = WithoutSearch(self._problems)
+        self._group = GroupPlans(self._problems, self._plans, self._without_search)
+        self._unplanned = UnplannedSteps(forward, self._problems)
         self._given: Plan | None = None  # by the user, with a schedule that serves other sizes too
 
     def check_optimizer(self) -> None:
@@ -314,13 +315,7 @@ class Planner:
                 return same
         return self._searched(call, captured, capture)
 
-    def is_same(
-        self,
-        step: PlannedStep,
-        call: Call,
-        tangents: dict[int, GradientLayout],
-        backward: Autocast,
-    ) -> bool:
+    def is_same(self, step: PlannedStep, call: Call, tangents: dict[int, GradientLayout], backward: Autocast) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
         seen = step.capture.answers
         captured = or_raise(self.capturing.capture(call, tangents, backward, seen))
@@ -379,13 +374,17 @@ class Planner:
         captured = self.placement.homed(captured)  # the plan may have decided homes
         plan = self._saying_more(plan, captured)
         self.placement.move(captured)
-        if multiplies_matrices(captured.traced):
+        if captured.traced.device.type == "cuda" and multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
         grads, sized = self.settings.grads, self._problems.sized(captured, plan)
-        # Until it is lowered, a step must not hold the capture, or the batch would stay alive.
+        captured = dataclasses.replace(captured, call=captured.call.without_tensors())  # or the batch would stay alive
         programs = functools.partial(_programs, captured.traced, captured.expanded, plan, grads)
+        trained = tuple(n for n, p in self.model.named_parameters() if p.requires_grad)
         store = self.placement.store(captured.traced)
-        return PlannedStep.of(store, captured, programs, grads, plan, provisional, sized)
+        runner = Runner(captured, programs, plan, store, trained if grads == "edges" else ())
+        if plan.problem.costs.source != "measured":  # some ops have not run here
+            runner.check_first_runs()
+        return PlannedStep(plan, captured, runner, provisional, sized)
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
         """The plan, which says what is not checked, what margin it keeps and which calls run as they are."""

@@ -32,24 +32,23 @@ from memplan.runtime.program.sized_plan import SizedPlan
 
 
 class Problems:
-    """Makes the problems of one model's steps."""
+    """Makes the problems of one model's steps, from what the owners of each subject know."""
 
     def __init__(self, model: nn.Module, settings: Settings, limits: Limits, placement: Placement) -> None:
-        self._model = model
-        self._settings, self._limits, self._placement = settings, limits, placement
+        self.model, self.settings, self.limits, self.placement = model, settings, limits, placement
 
     def problem(self, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
 
         quick: as for `costs`.
         """
-        settings, traced = self._settings, captured.traced
+        settings, traced = self.settings, captured.traced
         needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless that is decided
-        if self._placement.host_budget is None or settings.shards is not None:
-            needs = self.optimizer(self._device(traced), self._named(self._placement.host or ()))
+        if self.placement.host_budget is None or settings.shards is not None:
+            needs = self.optimizer(self._device(traced), self._named(self.placement.host or ()))
         surface = settings.grads == "surface"
         problem = Problem(
-            traced.graph, self.costs(captured, quick), accumulate=self._limits.accumulate and surface,
+            traced.graph, self.costs(captured, quick), accumulate=self.limits.accumulate and surface,
             in_flight=settings.in_flight, takes_gradients=settings.surroundings.takes_gradients and surface,
             knows_optimizer=settings.optimizer is not None,
         )  # fmt: skip
@@ -57,7 +56,7 @@ class Problems:
 
     def _with_needs(self, problem: Problem, traced: Traced, needs: OptimizerMemory) -> Problem:
         """The problem with what an optimizer, an engine and libraries hold beside its graph."""
-        values, settings, in_flight = traced.graph.values, self._settings, self._settings.in_flight
+        values, settings, in_flight = traced.graph.values, self.settings, self.settings.in_flight
         around = settings.surroundings
         output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
         ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
@@ -74,12 +73,12 @@ class Problems:
         values = problem.graph.values
         held_bytes += self._beyond_views(traced.device)
         held_bytes += 0 if settings.shards is None else settings.shards.resident_bytes
-        if self._limits.keeps_written:
+        if self.limits.keeps_written:
             taken = {value.reuses for value in values}
             held_bytes += in_flight * sum(
                 v.size_bytes for i, v in enumerate(values) if i in taken and v.role == "buffer" and v.reuses is None
             )
-        if self._limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
+        if self.limits.accumulate and settings.grads == "edges":  # added to earlier ones after backward only
             held_bytes += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
         return dataclasses.replace(
             problem, extra_resident_bytes=held_bytes, update_bytes=needs.step_bytes + later_bytes,
@@ -90,7 +89,7 @@ class Problems:
         """Bytes of the memory in which parameters and buffers lie, beyond the last that one of them shows."""
         ends: dict[int, int] = {}
         sizes: dict[int, int] = {}
-        for tensor in (*self._model.parameters(), *self._model.buffers()) if self._settings.shards is None else ():
+        for tensor in (*self.model.parameters(), *self.model.buffers()) if self.settings.shards is None else ():
             if tensor.device.type != device.type or tensor.layout is not torch.strided:
                 continue
             key, strides = storage_key(tensor), zip(tensor.shape, tensor.stride(), strict=True)
@@ -101,32 +100,32 @@ class Problems:
 
     def with_shards(self, captured: Capture) -> Problem:
         """The problem of a step that gathers sharded parameters."""
-        shards, problem = self._settings.shards, self.problem(captured)
+        shards, problem = self.settings.shards, self.problem(captured)
         assert shards is not None
-        offloads = self._placement.host_budget is not None
+        offloads = self.placement.host_budget is not None
         return dataclasses.replace(
             problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
-            link=self._placement.link(captured.traced.device) if offloads else None,
-            extra_host_bytes=self._host_state_bytes(self._placement.host or frozenset()),
-            host_update_s_per_byte=self._update_s_per_byte() if self._placement.host else 0.0,
+            link=self.placement.link(captured.traced.device) if offloads else None,
+            extra_host_bytes=self._host_state_bytes(self.placement.host or frozenset()),
+            host_update_s_per_byte=self._update_s_per_byte() if self.placement.host else 0.0,
         )  # fmt: skip
 
     def _host_state_bytes(self, names: frozenset[str]) -> int:
         """Bytes of the optimizer's state for parameters of these names, which are on the host."""
         if not names:
             return 0
-        return self.optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names)).state_bytes
+        return self.optimizer(torch.device("cpu"), self._named(self.placement.counted().keys() - names)).state_bytes
 
     def _update_s_per_byte(self) -> float:
         """Seconds to update parameters on the host, for each byte of gradients."""
-        settings = self._settings
-        if settings.optimizer is None or self._limits.accumulate or settings.in_flight > 1:  # steps share one update
+        settings = self.settings
+        if settings.optimizer is None or self.limits.accumulate or settings.in_flight > 1:  # steps share one update
             return 0.0
         return host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
 
     def _named(self, names: Collection[str]) -> list[nn.Parameter]:
         """Parameters of these names, of those that the optimizer knows."""
-        return [p for name, p in self._placement.counted().items() if name in names] if names else []
+        return [p for name, p in self.placement.counted().items() if name in names] if names else []
 
     def by_homes(
         self, captured: Capture, problem: Problem
@@ -135,7 +134,7 @@ class Problems:
 
         Returns the refusal if a parameter that lives there can't for this step.
         """
-        placement = self._placement
+        placement = self.placement
         problem = dataclasses.replace(
             problem, link=placement.link(captured.traced.device), host_update_s_per_byte=self._update_s_per_byte()
         )
@@ -148,7 +147,7 @@ class Problems:
             )
         lasting = placement.lasting()
 
-        own = self.problem(captured) if self._settings.shards is not None else problem
+        own = self.problem(captured) if self.settings.shards is not None else problem
         more_bytes = problem.extra_resident_bytes - own.extra_resident_bytes  # on another rank, if it has larger parts
 
         @functools.cache  # the optimizer's step takes a second to run on fakes
@@ -163,15 +162,15 @@ class Problems:
 
     def optimizer(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> OptimizerMemory:
         """What the optimizer takes on a device. without: parameters that are not counted."""
-        if self._settings.optimizer is None:
+        if self.settings.optimizer is None:
             return OptimizerMemory()
         try:
-            found = optimizer_memory(self._settings.optimizer, device, without)
+            found = optimizer_memory(self.settings.optimizer, device, without)
         except UnsupportedModel:
-            if device.type == "cpu" or self._settings.capability is None:
+            if device.type == "cpu" or self.settings.capability is None:
                 raise
-            found = optimizer_memory(self._settings.optimizer, torch.device("cpu"), without)  # some fused ones run
-        if self._settings.update == "step":
+            found = optimizer_memory(self.settings.optimizer, torch.device("cpu"), without)  # some fused ones run
+        if self.settings.update == "step":
             return found
         state = Requests(update=found.requests).state
         return found._replace(step_bytes=0, requests=tuple(state.items()))
@@ -199,7 +198,7 @@ class Problems:
                 tuple(math.ceil(n * growth) for n in planned.costs.scratch_bytes),
                 planned.costs.source,
             )
-            return dataclasses.replace(planned, graph=graph, costs=costs, budget_bytes=self._limits.budget_bytes)
+            return dataclasses.replace(planned, graph=graph, costs=costs, budget_bytes=self.limits.budget_bytes)
 
         return SizedPlan(plan, traced.sizes, problem_at)
 
@@ -208,14 +207,14 @@ class Problems:
 
         quick: costs that are not known yet are estimated, or measured only once.
         """
-        init, source, network = self._settings.init, self._settings.costs, self._placement.network
+        init, source, network = self.settings.init, self.settings.costs, self.placement.network
         if source != "measure":
             return estimate(captured.traced, None if source == "estimate" else source, network)
-        with AttributesKept(self._model):
+        with AttributesKept(self.model):
             if captured.left is not None:  # buffers that were none
                 captured.left.put()
-            tensors = dict([*self._model.named_parameters(), *self._model.named_buffers()])
-        sharded = self._placement.sharded()
+            tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
+        sharded = self.placement.sharded()
         if init is None and any(t.is_meta for t in tensors.values()):
             raise ValueError(
                 "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
@@ -232,22 +231,22 @@ class Problems:
                 init(name, tensor)
             return private.plain(private.part_here(tensor)).to(captured.traced.device)
 
-        away = all_names(self._placement.movable(captured.traced))  # an op is timed with those that it reads
+        away = all_names(self.placement.movable(captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
-        return measure(timed, resident, self._limits.known_bytes, quick=quick, network=network)
+        return measure(timed, resident, self.limits.known_bytes, quick=quick, network=network)
 
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""
-        return traced.device if self._settings.capability is None else torch.device("cuda")
+        return traced.device if self.settings.capability is None else torch.device("cuda")
 
     def _workspaces(self, traced: Traced) -> tuple[int, ...]:
         """Bytes of each workspace that libraries hold beside the step."""
-        return workspaces(traced, self._settings.costs == "measure", self._settings.capability)
+        return workspaces(traced, self.settings.costs == "measure", self.settings.capability)
 
     def _requests(self, traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
         """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
-        on_paper = self._settings.capability is not None
+        on_paper = self.settings.capability is not None
         if not on_paper and (traced.device.type != "cuda" or not private.pytorch_allocates()):
             return None
         expandable = on_paper or private.segments_expand()
-        return Requests(expandable, self._workspaces(traced), optimizer.requests, self._settings.arena)
+        return Requests(expandable, self._workspaces(traced), optimizer.requests, self.settings.arena)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import nn
@@ -60,14 +60,17 @@ class Settings:
     on_infeasible: OnInfeasible = "advise"
 
     def __post_init__(self) -> None:
-        for name, words in _WORDS.items():
-            one_of(name, getattr(self, name), words)
+        for name, hint in get_type_hints(Settings).items():
+            given = getattr(self, name)
+            if get_origin(hint) is Literal:
+                one_of(name, given, get_args(hint))
+            elif hint is bool and type(given) is not bool:
+                raise TypeError(f"{name} is True or False, got {given!r}")
         self._check_kinds()
         kind = type(self.loss_fn)
         if kind.__module__ != "builtins" and kind is not functools.partial and self.loss_fn is not None:
-            object.__setattr__(
-                self, "loss_fn", kind.__call__.__get__(self.loss_fn)
-            )  # a method tells whose attributes it reads
+            method = kind.__call__.__get__(self.loss_fn)  # which tells whose attributes it reads
+            object.__setattr__(self, "loss_fn", method)
         if self.budget is not None:
             device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.most_on_host is not None:
@@ -138,22 +141,7 @@ class Settings:
         """Whether one plan may serve calls of many sizes."""
         return self.dynamic != "never" and self.kernels == "eager" and self.shards is None and self.update == "step"
 
-    @property
-    def adds_up(self) -> bool:
-        """Whether gradients of earlier backward passes are held while a step runs."""
-        if self.in_flight > 1:  # the first backward's gradients are there while the others run
-            return not self.surroundings.takes_gradients
-        return self.accumulate
-
-    @property
-    def engine_has_gradients(self) -> bool:
-        """Whether an engine holds the gradients, or takes them away."""
-        return self.surroundings.takes_gradients or (self.shards is not None and self.shards.takes_gradients)
-
     def _check_kinds(self) -> None:
-        for name in ("accumulate", "keep_frozen", "arena"):
-            if type(getattr(self, name)) is not bool:
-                raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
         for name in ("loss_fn", "init"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"{name} is a function, got {getattr(self, name)!r}")
@@ -195,15 +183,6 @@ class Settings:
                 "dynamic= is for eager kernels, whole parameters and update='step'; leave it out, and each size gets a "
                 "plan of its own"
             )
-
-
-_WORDS = {
-    "grads": ("surface", "edges"),
-    "update": ("step", "backward"),
-    "kernels": ("eager", "fused"),
-    "random": ("eager", "counter"),
-    "on_infeasible": ("advise", "raise", "min"),
-}
 
 
 def one_of(name: str, given: Any, words: Sequence[str]) -> None:

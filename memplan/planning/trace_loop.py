@@ -27,7 +27,6 @@ from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.ways import Calls, LetRequireGrad, MakeIslands, StateChanges, TakeBranches, way_of
-from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.forwards import is_wholly_called
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
@@ -174,8 +173,11 @@ class TraceLoop:
         chains = self._chains(refusal)
         shards, paths = self._options.shards, {c for chain in chains for c in chain if isinstance(c, str)}
         if shards is not None:
-            gathering = (p for p in paths if _runs_hooks_of(shards, self._model.get_submodule(p)))
-            unfit |= dict.fromkeys(gathering, "in it run hooks of what shards its parameters")
+            for path in paths:
+                modules = self._model.get_submodule(path).modules()
+                tables = (table for m in modules for table in (m._forward_pre_hooks, m._forward_hooks))
+                if any(shards.owns(hook) for table in tables for hook in table.values()):
+                    unfit[path] = "in it run hooks of what shards its parameters"
         new, known = set[Any](), islands.callables - unfit.keys()
         for chain in chains:
             if self._saw_islands:
@@ -217,11 +219,6 @@ class TraceLoop:
         functions = [(f,) for f in self._applied if f not in self._islands.callables and not is_library_code(f)]
         of_state = calls_with(self._model, way.owner) if isinstance(way, StateChanges) else []
         return functions or of_state
-
-
-def _runs_hooks_of(shards: Shards, module: nn.Module) -> bool:
-    tables = (table for m in module.modules() for table in (m._forward_pre_hooks, m._forward_hooks))
-    return any(shards.owns(hook) for table in tables for hook in table.values())
 
 
 def _is_callable(called: Any, model: nn.Module) -> bool:

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from memplan.capture.capturable import model_device, refuse_wrappers
 from memplan.capture.ops.ways import Never, way_of
@@ -18,10 +17,7 @@ from memplan.capture.trace.source_lines import first_line
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, Refused, UnsupportedModel
 from memplan.logs import log
-from memplan.planning.limits import Limits
-from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
-from memplan.planning.settings import Settings
 from memplan.planning.without_search import unplanned_bytes
 from memplan.problem.data import Buffers
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
@@ -33,18 +29,9 @@ from memplan.units import format_bytes
 class UnplannedSteps:
     """Steps of one model that run as they are. The model is on the device with all its parameters."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        settings: Settings,
-        limits: Limits,
-        placement: Placement,
-        problems: Problems,
-    ) -> None:
-        self._model, self._forward = model, forward
-        self._settings, self._limits, self._placement = settings, limits, placement
-        self._problems = problems
+    def __init__(self, forward: Forward, problems: Problems) -> None:
+        self._forward, self._problems, self._model = forward, problems, problems.model
+        self._settings, self._limits, self._placement = problems.settings, problems.limits, problems.placement
 
     def step(
         self,

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from memplan.capture.capture import Capture
 from memplan.capture.trace.call import Call
 from memplan.errors import IllegalSchedule
-from memplan.planning.limits import Limits
-from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.plans.plan import Plan
 from memplan.plans.uneven import kind_of, translated
@@ -25,8 +23,8 @@ from memplan.solvers.bounds.offload_bound import gather_bound_s
 class WithoutSearch:
     """Finds plans without a search. `known`, in its methods, are the steps of one model that there are."""
 
-    def __init__(self, limits: Limits, placement: Placement, problems: Problems) -> None:
-        self._limits, self._placement, self._problems = limits, placement, problems
+    def __init__(self, problems: Problems) -> None:
+        self._problems, self._limits, self._placement = problems, problems.limits, problems.placement
 
     def of_equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[Plan, bool] | None:
         """The plan of a known step with the captured one's ops, values and sizes, and whether it is provisional.
@@ -94,8 +92,8 @@ class WithoutSearch:
             return None
         bound_s = min(gather_bound_s(problem), timeline.time_s)
         found = Plan(problem, schedule, timeline, plan.solver, bound_s, timeline.peak_bytes, timeline.time_s)
-        fits = self._placement.host_budget is None or found.host_bytes <= self._placement.host_limit
-        return found if fits else None
+        host_budget = self._placement.host_budget
+        return found if host_budget is None or found.host_bytes <= host_budget else None
 
     def at_other_sizes(self, captured: Capture, plan: Plan) -> tuple[Plan, ...]:
         """Plans for a step that differs from that of a plan by sizes alone: with its schedule, and with all kept.

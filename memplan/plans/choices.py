@@ -12,9 +12,8 @@ from typing import Literal, TypeVar
 
 from memplan.plans.labels import in_groups, joined
 from memplan.plans.step_memory import Lifetime, StepMemory
-from memplan.problem.data import Graph
 from memplan.problem.lanes import spans_of
-from memplan.problem.schedule import Boundary, Compute, Drop, Offload, Schedule
+from memplan.problem.schedule import Compute, Offload
 from memplan.units import format_bytes, format_seconds
 
 _Number = TypeVar("_Number", int, float)
@@ -26,11 +25,10 @@ class Choice:
     """What is done with one tensor.
 
     - time_s: seconds of the op that makes it.
-    - between_s: seconds of the step between its last use in forward and its first in backward.
+    - share: of the step's seconds, those between its last use in forward and its first in backward.
     - at_peak: whether the peak is between these.
     - barred: why its op can't run again; "" where it can.
     - missing: how many inputs of its op are not there when backward first needs it.
-    - share: `between_s` as a share of the step.
     """
 
     value: int
@@ -40,48 +38,20 @@ class Choice:
     decision: TensorDecision
     size_bytes: int
     time_s: float
-    between_s: float
+    share: float
     at_peak: bool
     barred: str
     missing: int
-    share: float
 
 
-@dataclass(frozen=True, slots=True)
-class ChoiceGroup:
-    """Tensors of repeated layers with which the same is done."""
-
-    choices: tuple[Choice, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all of them."""
-        return sum(c.size_bytes for c in self.choices)
-
-
-def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
+def decisions(memory: StepMemory) -> dict[int, TensorDecision]:
     """What is done with each value that forward computes and backward reads; not with those that wait for backward."""
-    read = {v for op in graph.ops if op.phase == "backward" for v in op.inputs}
-    found: dict[int, TensorDecision] = {}
-    live: set[int] = set()
-    forward = True
-    for step in schedule:
-        match step:
-            case Compute(op):
-                for v in graph.ops[op].outputs:
-                    if v in found and v not in live and found[v] == "keep":
-                        found[v] = "recompute"
-                    elif forward:
-                        found.setdefault(v, "keep")
-                    live.add(v)
-                live.difference_update(r for v in graph.ops[op].outputs if (r := graph.values[v].reuses) is not None)
-            case Drop(value):
-                live.discard(value)
-            case Offload(value) if value in found:
-                found[value] = "offload"
-            case Boundary():
-                forward = False
-    return {v: decision for v, decision in sorted(found.items()) if v in read}
+    ops, schedule = memory.problem.graph.ops, memory.schedule
+    made = {v for step in schedule[: memory.boundary] if isinstance(step, Compute) for v in ops[step.op].outputs}
+    read = {v for op in ops if op.phase == "backward" for v in op.inputs}
+    offloaded = {step.value for step in schedule if isinstance(step, Offload)}
+    again = {life.value for life in memory.lifetimes if life.kind == "recomputed"}
+    return {v: "offload" if v in offloaded else "recompute" if v in again else "keep" for v in sorted(made & read)}
 
 
 def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
@@ -96,12 +66,12 @@ def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
     last_forward = {v: moment for moment, op in ran if moment < memory.boundary for v in (*op.inputs, *op.outputs)}
     first_backward = {v: moment for moment, op in reversed(ran) if moment > memory.boundary for v in op.inputs}
     found = []
-    for v, decision in decisions(graph, memory.schedule).items():
+    for v, decision in decisions(memory).items():
         maker, value = makers[v], graph.values[v]
         assert maker is not None
         again = [life.begin for life in lives.get(v, ())[1:]]
         begin, end = last_forward[v], again[0] if again else first_backward[v]
-        between_s = max(0.0, begins_s[end] - begins_s[begin + 1])
+        share = max(0.0, begins_s[end] - begins_s[begin + 1]) / begins_s[-1] if begins_s[-1] else 0.0
         missing = 0
         for u in graph.ops[maker].inputs:
             stays = graph.values[u].resident and not graph.values[u].fetched
@@ -113,24 +83,20 @@ def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
             barred = "its op writes to what outlives the step, or may give other bits"
         found.append(
             Choice(
-                v, maker, labels[v], value.tensor, decision, value.size_bytes, times_s[maker], between_s,
+                v, maker, labels[v], value.tensor, decision, value.size_bytes, times_s[maker], share,
                 begin < memory.peak_moment < end, barred, missing,
-                between_s / begins_s[-1] if begins_s[-1] else 0.0,
             )
         )  # fmt: skip
     return tuple(found)
 
 
-def choice_groups(choices: tuple[Choice, ...]) -> list[ChoiceGroup]:
-    """Choices of repeated layers together, the largest first."""
-    groups = [
-        ChoiceGroup(tuple(group))
-        for group in in_groups(choices, lambda c: (c.decision, joined(c.label), c.tensor, c.barred, c.missing > 0))
-    ]
-    return sorted(groups, key=lambda group: -group.size_bytes)
+def choice_groups(choices: Sequence[Choice]) -> list[list[Choice]]:
+    """Choices of repeated layers with which the same is done together, the largest first."""
+    groups = in_groups(choices, lambda c: (c.decision, joined(c.label), c.tensor, c.barred, c.missing > 0))
+    return sorted(groups, key=lambda group: -sum(c.size_bytes for c in group))
 
 
-def reason_of(choices: tuple[Choice, ...]) -> str:
+def reason_of(choices: Sequence[Choice]) -> str:
     """Why this is done with tensors of one group, and what the other way would cost."""
     one, each = choices[0], " each" if len(choices) > 1 else ""
     bytes_text, time_text = format_bytes(one.size_bytes), _span([c.time_s for c in choices], format_seconds)

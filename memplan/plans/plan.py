@@ -15,37 +15,25 @@ from memplan.plans.choices import decisions
 from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_html import html_text
 from memplan.plans.plan_text import report_text, summary
+from memplan.plans.step_memory import planned_memory
+from memplan.problem import schedule as steps
 from memplan.problem.file import pack, problem_from_json, read_checked, read_fields, unpack
-from memplan.problem.schedule import (
-    Boundary,
-    Compute,
-    Drop,
-    DropHost,
-    DropRng,
-    Offload,
-    Prefetch,
-    SaveRng,
-    Stay,
-    Step,
-    SurfaceGrads,
-    Wait,
-)
 from memplan.problem.simulate import simulate
 
 _FORMAT = "memplan.plan"
 _VERSION = 4
 _STEP_NAMES: dict[str, type[Any]] = {
-    "compute": Compute,
-    "drop": Drop,
-    "save_rng": SaveRng,
-    "drop_rng": DropRng,
-    "boundary": Boundary,
-    "surface": SurfaceGrads,
-    "stay": Stay,
-    "offload": Offload,
-    "prefetch": Prefetch,
-    "wait": Wait,
-    "drop_host": DropHost,
+    "compute": steps.Compute,
+    "drop": steps.Drop,
+    "save_rng": steps.SaveRng,
+    "drop_rng": steps.DropRng,
+    "boundary": steps.Boundary,
+    "surface": steps.SurfaceGrads,
+    "stay": steps.Stay,
+    "offload": steps.Offload,
+    "prefetch": steps.Prefetch,
+    "wait": steps.Wait,
+    "drop_host": steps.DropHost,
 }
 _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
 
@@ -88,8 +76,8 @@ class Plan(PlanFigures):
         that read it and from an op to the values that it writes. An edge with reuses=True runs from a value to the one
         that takes over its memory.
         """
-        costs, decided = self.problem.costs, decisions(self.problem.graph, self.schedule)
-        runs = Counter(step.op for step in self.schedule if isinstance(step, Compute))
+        costs, decided = self.problem.costs, decisions(planned_memory(self))
+        runs = Counter(step.op for step in self.schedule if isinstance(step, steps.Compute))
         found = nx.DiGraph()
         for index, value in enumerate(self.problem.graph.values):
             found.add_node(
@@ -154,7 +142,7 @@ def _from_json(content: Any) -> Plan:
     return plan
 
 
-def _read_step(name: str, *arguments: Any) -> Step:
+def _read_step(name: str, *arguments: Any) -> steps.Step:
     if name not in _STEP_NAMES:
         raise InvalidPlanFile(f"unknown step {name!r}")
     kind = _STEP_NAMES[name]

@@ -143,10 +143,10 @@ def _choices(memory: StepMemory) -> list[str]:
     if groups:
         lines.append("the largest, each by itself: other tensors may have to stay, or to be made again, with it")
     for group in groups[:_MOST_CHOICES]:
-        one, label = group.choices[0], named([c.label for c in group.choices])
-        lines.append(_row(group.size_bytes, one.decision, label, one.tensor))
-        lines.append(f"{'':14s}{reason_of(group.choices)}")
-    return [*lines, *_more(len(groups) - _MOST_CHOICES, (g.size_bytes for g in groups[_MOST_CHOICES:]))]
+        one, label = group[0], named([c.label for c in group])
+        lines.append(_row(sum(c.size_bytes for c in group), one.decision, label, one.tensor))
+        lines.append(f"{'':14s}{reason_of(group)}")
+    return [*lines, *_more(len(groups) - _MOST_CHOICES, [c.size_bytes for g in groups[_MOST_CHOICES:] for c in g])]
 
 
 def _recomputed(plan: PlanFigures) -> list[str]:

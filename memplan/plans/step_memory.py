@@ -15,23 +15,9 @@ from typing import Literal
 
 from memplan.plans.figures import PlanFigures
 from memplan.plans.labels import value_labels
+from memplan.problem import schedule as steps
 from memplan.problem.data import Problem
-from memplan.problem.schedule import (
-    Boundary,
-    Compute,
-    Drop,
-    DropHost,
-    DropRng,
-    Offload,
-    Prefetch,
-    SaveRng,
-    Schedule,
-    Stay,
-    Step,
-    SurfaceGrads,
-    Timeline,
-    Wait,
-)
+from memplan.problem.schedule import Schedule, Timeline
 from memplan.problem.simulate import simulate, unplanned_step
 
 MemoryKind = Literal[
@@ -57,7 +43,6 @@ class Lifetime:
     - value: the value that is there; None where it is none of the graph's.
     - tensor: its dtype and shape; "" where that is not known.
     - begin, end: the first and the last moment at which it is there.
-    - over: the lifetime whose memory this one takes over, by its index.
     """
 
     value: int | None
@@ -66,7 +51,6 @@ class Lifetime:
     size_bytes: int
     begin: int
     end: int
-    over: int | None = None
     tensor: str = ""
 
 
@@ -115,24 +99,24 @@ class StepMemory:
         if moment == len(self.schedule):
             return "the optimizer steps, or the next batch arrives"
         match self.schedule[moment]:
-            case Compute(index):
+            case steps.Compute(index):
                 op = self.problem.graph.ops[index]
                 late = op.phase == "forward" and moment > self.boundary
                 how = "an op of forward, in backward" if late else op.phase
                 return f"{op.kind} of {op.layer or 'the model itself'} runs ({how})"
-            case Boundary():
+            case steps.Boundary():
                 return "forward ends"
-            case SurfaceGrads():
+            case steps.SurfaceGrads():
                 return "gradients are handed over"
-            case Drop(value):
+            case steps.Drop(value):
                 return f"{self.labels[value]} is freed"
-            case Offload(value):
+            case steps.Offload(value):
                 return f"a copy of {self.labels[value]} to the host begins"
-            case Prefetch(value) | Stay(value):
+            case steps.Prefetch(value) | steps.Stay(value):
                 return f"{self.labels[value]} comes to the device"
-            case Wait(value):
+            case steps.Wait(value):
                 return f"{self.labels[value]} is waited for"
-            case SaveRng() | DropRng() | DropHost():
+            case steps.SaveRng() | steps.DropRng() | steps.DropHost():
                 return "bookkeeping"
 
 
@@ -153,7 +137,7 @@ def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> Ste
     for moment, step in enumerate(schedule):
         replay.run(moment, step)
     replay.add_what_is_beside(timeline)
-    boundary = schedule.index(Boundary())
+    boundary = schedule.index(steps.Boundary())
     lifetimes = tuple(  # what forward makes and is there in backward is kept
         replace(life, kind="kept") if life.kind == "temporary" and life.begin < boundary < life.end else life
         for life in replay.found
@@ -161,14 +145,14 @@ def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> Ste
     memory = StepMemory(problem, schedule, timeline, lifetimes, replay.labels, boundary)
     *during, later = (sum(kinds) for kinds in zip(*memory.by_kind().values(), strict=True))
     waiting_bytes = (problem.in_flight - 1) * timeline.waiting_bytes
-    after_bytes = problem.bytes_after(any(isinstance(step, Stay) for step in schedule))
+    after_bytes = problem.bytes_after(any(isinstance(step, steps.Stay) for step in schedule))
     assert tuple(during) == timeline.peak_bytes_at, "other sums than the accountant's"
     assert later == timeline.live_bytes[-1] - waiting_bytes + after_bytes, "another sum than the accountant's"
     return memory
 
 
 class _Replay:
-    """Follows a legal schedule. What is there is in `_open`, by value."""
+    """Follows a legal schedule. What is there is in `_open`, by value. Copies out and most waits change nothing."""
 
     def __init__(self, problem: Problem, end: int) -> None:
         self._problem, self._graph, self._end = problem, problem.graph, end
@@ -182,46 +166,39 @@ class _Replay:
             if value.resident and value.home == "device" and value.reuses is None:
                 self._begin(index, "inputs" if value.role == "input" else "weights", 0)
 
-    def _begin(self, value: int, kind: MemoryKind, moment: int, over: int | None = None) -> None:
+    def _begin(self, value: int, kind: MemoryKind, moment: int) -> None:
         facts = self._graph.values[value]
         self._open[value] = len(self.found)
-        self.found.append(
-            Lifetime(value, self.labels[value], kind, facts.size_bytes, moment, self._end, over, facts.tensor)
-        )
+        self.found.append(Lifetime(value, self.labels[value], kind, facts.size_bytes, moment, self._end, facts.tensor))
 
-    def _finish(self, index: int, moment: int) -> int:
+    def _finish(self, index: int, moment: int) -> None:
         self.found[index] = replace(self.found[index], end=moment)
-        return index
 
     def _add(self, name: str, kind: MemoryKind, size_bytes: int, begin: int, end: int) -> None:
         if size_bytes:
             self.found.append(Lifetime(None, name, kind, size_bytes, begin, end))
 
-    def run(self, moment: int, step: Step) -> None:
+    def run(self, moment: int, step: steps.Step) -> None:
         match step:
-            case Compute(op):
+            case steps.Compute(op):
                 self._compute(op, moment)
-            case Drop(value):
+            case steps.Drop(value):
                 self._finish(self._open.pop(value), moment)
-            case Boundary():
+            case steps.Boundary():
                 for value in self._graph.tangents:
                     self._begin(value, "gradients", moment)
-            case SurfaceGrads(values):
+            case steps.SurfaceGrads(values):
                 self._surface(values, moment)
-            case Stay(value) | Prefetch(value):
+            case steps.Stay(value) | steps.Prefetch(value):
                 self._begin(value, "fetched", moment)
-            case SaveRng(op):
+            case steps.SaveRng(op):
                 self._states[op] = len(self.found)
                 name = f"generator state of {self._graph.ops[op].name}"
-                self.found.append(
-                    Lifetime(None, name, "scratch", self._graph.rng_state_bytes, moment, self._end)
-                )  # fmt: skip
-            case DropRng(op):
+                self.found.append(Lifetime(None, name, "scratch", self._graph.rng_state_bytes, moment, self._end))
+            case steps.DropRng(op):
                 self._finish(self._states.pop(op), moment)
-            case Wait(value) if value in self._thrown:
+            case steps.Wait(value) if value in self._thrown:
                 self._finish(self._thrown.pop(value), moment)
-            case Offload() | Wait() | DropHost():
-                pass
 
     def _compute(self, index: int, moment: int) -> None:
         op, values = self._graph.ops[index], self._graph.values
@@ -239,7 +216,8 @@ class _Replay:
             elif not value.resident and v in self._open:
                 self._finish(self._open.pop(value.reuses), moment)
             elif not value.resident:
-                self._begin(v, kind, moment, self._finish(self._open.pop(value.reuses), moment - 1))
+                self._finish(self._open.pop(value.reuses), moment - 1)
+                self._begin(v, kind, moment)
         self._add(f"scratch of {op.kind}", "scratch", self._problem.costs.scratch_bytes[index], moment, moment)
         if op.random and not first:
             self._add(f"generator state for {op.name}", "scratch", self._graph.rng_state_bytes, moment, moment)
@@ -265,6 +243,6 @@ class _Replay:
         others = problem.in_flight - 1
         self._add(f"{others} microbatches that wait", "kept", others * timeline.waiting_bytes, 0, end - 1)
         after_bytes = problem.bytes_after(any(life.kind == "fetched" and life.end == end for life in self.found))
-        steps = after_bytes == problem.update_bytes
-        name, kind = ("the optimizer's step", "optimizer") if steps else ("the next batch", "inputs")
+        is_update = after_bytes == problem.update_bytes
+        name, kind = ("the optimizer's step", "optimizer") if is_update else ("the next batch", "inputs")
         self._add(name, kind, after_bytes, end, end)  # type: ignore[arg-type]

@@ -13,20 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from memplan.problem import schedule as steps
 from memplan.problem.data import Costs, Graph, Problem
-from memplan.problem.schedule import (
-    BOUNDARY,
-    Boundary,
-    Compute,
-    Drop,
-    Offload,
-    Prefetch,
-    Schedule,
-    Step,
-    Wait,
-    order_of,
-    schedule_of,
-)
+from memplan.problem.schedule import BOUNDARY, Schedule, order_of, schedule_of
 from memplan.problem.structure import structure
 
 
@@ -85,7 +74,7 @@ def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | N
     """
     own_values = {v.name: i for i, v in enumerate(graph.values) if v.resident and v.home == "sharded"}
     names = {i: v.name for i, v in enumerate(planned.values) if v.resident and v.home == "sharded"}
-    if set(names.values()) != set(own_values) or any(isinstance(step, Offload) for step in schedule):
+    if set(names.values()) != set(own_values) or any(isinstance(step, steps.Offload) for step in schedule):
         return None
     counterparts = dict(zip(_marks(planned), range(len(planned.ops)), strict=True))
     own_of = {counterparts[mark]: op for op, mark in enumerate(_marks(graph)) if mark in counterparts}
@@ -109,21 +98,21 @@ def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | N
             order.append(own_of[op])
     run_before(len(graph.ops))
     places.append(len(order))
-    moves: dict[int, list[Step]] = defaultdict(list)  # by the position in the order before which they are
+    moves: dict[int, list[steps.Step]] = defaultdict(list)  # by the position in the order before which they are
     position = 0
     for step in schedule:
-        if isinstance(step, (Compute, Boundary)):
+        if isinstance(step, (steps.Compute, steps.Boundary)):
             position += 1
-        elif isinstance(step, (Prefetch, Wait, Drop)) and step.value in names:
+        elif isinstance(step, (steps.Prefetch, steps.Wait, steps.Drop)) and step.value in names:
             moves[places[position]].append(type(step)(own_values[names[step.value]]))
-    steps: list[Step] = []
+    found: list[steps.Step] = []
     position = 0
     for step in schedule_of(graph, order):
-        if isinstance(step, (Compute, Boundary)):
-            steps += moves[position]
+        if isinstance(step, (steps.Compute, steps.Boundary)):
+            found += moves[position]
             position += 1
-        steps.append(step)
-    return (*steps, *moves[position])
+        found.append(step)
+    return (*found, *moves[position])
 
 
 def _marks(graph: Graph) -> Iterator[Hashable]:

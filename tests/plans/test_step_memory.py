@@ -40,11 +40,13 @@ def check(memory: StepMemory) -> None:
     assert tuple(sum(life.size_bytes for life in memory.at(m)) for m in moments) == memory.timeline.peak_bytes_at
     assert sum(memory.peak_by_kind().values()) == memory.timeline.peak_bytes
     assert sum(life.size_bytes for life in memory.at(memory.peak_moment)) == memory.timeline.peak_bytes
+    values = memory.problem.graph.values
+    ends = {(life.value, life.end + 1): life.size_bytes for life in memory.lifetimes}
     for life in memory.lifetimes:
         assert 0 <= life.begin <= life.end <= len(memory.schedule)
-        if life.over is not None:
-            old = memory.lifetimes[life.over]
-            assert (old.end + 1, old.size_bytes) == (life.begin, life.size_bytes)
+        reuses = None if life.value is None or life.kind == "fetched" else values[life.value].reuses
+        if reuses is not None:
+            assert ends[reuses, life.begin] == life.size_bytes
     for choice in choices_of(memory):
         assert 0 <= choice.share <= 1 and reason_of((choice,))
     cells = [cell for table in layer_tables(memory) for row in table.rows for cell in row.cells]

@@ -27,7 +27,7 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import bench, libraries
 from memplan.costs.bench import Bench
-from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_memory
+from memplan.costs.optimizer import _example, host_update_s_per_byte, optimizer_memory
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.automatic import automatic_bytes, prepare_allocator
 from memplan.planning.settings import Settings
@@ -573,7 +573,7 @@ def test_no_copy_reads_parameters_on_the_host_when_backward_returns() -> None:
     transfers = planned.steps[0].runner.store.transfers  # type: ignore[attr-defined]
     transfers._streams = streams = Watched()
     net(x).sum().backward()
-    last = {id(event.source.storage()): event for event in streams.fetched if event.source.storage() is not None}
+    last = {id(event.source()): event for event in streams.fetched if event.source() is not None}
     parameters_read = [id(p.untyped_storage()) for p in net.parameters()]
     assert any(key in last for key in parameters_read)
     assert all(last[key] in streams.finished for key in parameters_read if key in last)
@@ -675,7 +675,7 @@ def test_what_is_on_the_host_stays_there_whatever_the_default_device(monkeypatch
     with torch.device("meta"):
         made.append(FakeStreams().pinned(8))
         assert host_update_s_per_byte(optimizer, measured=True) > 0
-        made += _Example.of(optimizer)._twin().param_groups[0]["params"]  # type: ignore[union-attr]
+        made += _example(optimizer, optimizer.param_groups[0], torch.float32).param_groups[0]["params"]
         assert optimizer_needs(optimizer, torch.device("cpu"))[0] > 0
     assert {t.device.type for t in made} == {"cpu"}
 

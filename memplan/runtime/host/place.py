@@ -112,28 +112,19 @@ def _hear_of_steps() -> None:
     register_optimizer_step_pre_hook(_state_where_parameters_are)
 
 
-def bring_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, counts: bool) -> None:
-    """Move an optimizer's state of a parameter to the parameter's device.
-
-    counts: counts of steps move too, because kernels read them; else they are on the CPU, wherever the parameter is.
-    """
-    state = optimizer.state.get(parameter, {})
-    for key, tensor in state.items():
-        if isinstance(tensor, torch.Tensor) and tensor.device.type != parameter.device.type:
-            if tensor.dim() or counts or parameter.device.type == "cpu":
-                state[key] = tensor.to(parameter.device)
-
-
 def bring_states(optimizer: torch.optim.Optimizer, parameters: set[Any]) -> None:
-    """Move an optimizer's state of these parameters to where each of them is."""
+    """Move an optimizer's state of these parameters to where each of them is.
+
+    Counts of steps move too where kernels read them; else they are on the CPU, wherever their parameter is.
+    """
     for group in optimizer.param_groups:
+        counts = group.get("fused") or group.get("capturable")
         for parameter in parameters.intersection(group["params"]):
-            bring_state(optimizer, parameter, counts_beside(group))
-
-
-def counts_beside(group: dict[str, Any]) -> bool:
-    """Whether counts of steps are on the device of their parameters in such a group."""
-    return bool(group.get("fused") or group.get("capturable"))
+            state = optimizer.state.get(parameter, {})
+            for key, tensor in state.items():
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != parameter.device.type:
+                    if tensor.dim() or counts or parameter.device.type == "cpu":
+                        state[key] = tensor.to(parameter.device)
 
 
 def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

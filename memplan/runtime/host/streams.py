@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -55,24 +55,17 @@ class CudaStreams:
         return torch.cuda.current_stream(self.device)
 
 
-class _Span(NamedTuple):
-    """Bytes of a storage, which may be freed meanwhile: its Python object lives exactly as long as the storage."""
-
-    storage: weakref.ref[Any]
-    start: int
-    size_bytes: int
-
-
 class _FakeCopy:
+    """A copy of bytes between storages, which may be freed meanwhile: their Python objects live exactly as long."""
+
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.source, self.target = (
-            _Span(weakref.ref(t.untyped_storage()), int(t.storage_offset()), t.numel()) for t in (source, target)
-        )
+        self.source, self.target = weakref.ref(source.untyped_storage()), weakref.ref(target.untyped_storage())
+        self._spans = [(int(t.storage_offset()), t.numel()) for t in (source, target)]
 
     def run(self) -> None:
-        source, target = self.source.storage(), self.target.storage()
+        source, target = self.source(), self.target()
         if source is not None and target is not None:  # else the memory is somebody else's by now
-            bytes_within(target, *self.target[1:]).copy_(bytes_within(source, *self.source[1:]))
+            bytes_within(target, *self._spans[1]).copy_(bytes_within(source, *self._spans[0]))
 
 
 class FakeStreams:

@@ -148,11 +148,11 @@ class Runner:
     def __call__(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd. numbers: of its sizes, where they vary."""
         parameters = [self.store[name] for name in self.trainable]
-        arguments = (self.anchor, self, numbers, len(inputs), *inputs, *parameters)
+        begun = list[InFlight]()
+        arguments = (self.anchor, self, begun, numbers, len(inputs), *inputs, *parameters)
         outputs = _StepFunction.apply(*arguments)  # type: ignore[no-untyped-call]
         if self.outputs.inner or self.outputs.shared:
-            node = next(t.grad_fn for t in outputs if t.grad_fn is not None)
-            node.state.returned = self.outputs.returned(outputs)
+            begun[0].returned = self.outputs.returned(outputs)
         for i, position in self.program.input_outputs.items():
             given = inputs[position]
             same = given if given.requires_grad == self.outputs.requires_grad[i] else given.detach()
@@ -223,8 +223,7 @@ class Runner:
 
     def _backward(self, state: InFlight, tangents: Tangents, run: fx.GraphModule) -> Gradients:
         if state.spent:
-            if not self.repeats(state):
-                why = self._keeps_from_repeating(state.start) or "its backward is handing gradients over"
+            if (why := self.keeps_from_repeating(state)) is not None:
                 raise RuntimeError(
                     "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs "
                     f"the forward again for that, but this one can't, because {why}. Add losses up and call backward "
@@ -285,12 +284,9 @@ class Runner:
         for name, tensor in start.buffers.items():
             self.store[name].data.copy_(tensor)
 
-    def repeats(self, state: InFlight) -> bool:
-        """Whether the forward of `state` can run once more with the same results."""
-        return not state.surfacing and self._keeps_from_repeating(state.start) is None
-
-    def _keeps_from_repeating(self, start: ForwardStart) -> str | None:
+    def keeps_from_repeating(self, state: InFlight) -> str | None:
         """What keeps a forward from running once more with the same results, in words; None for nothing."""
+        start = state.start
         if self.unlike:
             return f"{self.unlike[0]} would give, or leave, something else"
         if self._draws and start.generator is None:
@@ -300,8 +296,9 @@ class Runner:
         if self.written.matters and not start.buffers:
             return f"it reads what it writes to ({', '.join(self.written.buffers[:3])}). on_oom='replan' keeps copies"
         changed = (watched.exchanged() or (watched.modified() or ("",))[0] for watched in start.read)
-        name = next(filter(None, changed), None)
-        return name and f"{name} has been modified by an inplace operation, or exchanged, since then"
+        if (name := next(filter(None, changed), None)) is not None:
+            return f"{name} has been modified by an inplace operation, or exchanged, since then"
+        return "its backward is handing gradients over" if state.surfacing else None
 
     def repeat(self, state: InFlight, tangents: Tangents, numbers: Numbers) -> Gradients:
         """Run the forward of `state` again, which another program ran first, and then its backward.
@@ -373,10 +370,12 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, runner: Runner, numbers: Numbers, input_count: int, *tensors: torch.Tensor
+        ctx: Any, anchor: Any, runner: Runner, begun: list[InFlight], numbers: Numbers, input_count: int, *tensors: Any
     ) -> tuple[torch.Tensor, ...]:
+        """begun: gets the forward that begins here."""
         ctx.set_materialize_grads(False)
         outputs, state = runner.forward(tensors[:input_count], numbers)
+        begun.append(state)
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
         ctx.mark_non_differentiable(
@@ -415,7 +414,7 @@ class _StepFunction(torch.autograd.Function):
         state.surfaced = set()
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
-        return (None, None, None, None, *(gradients.get(key) for key in wanted))
+        return (None, None, None, None, None, *(gradients.get(key) for key in wanted))
 
 
 def may_run_again(error: BaseException) -> bool:

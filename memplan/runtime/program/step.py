@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,6 @@ from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import Runner
-from memplan.runtime.program.parameters import ParameterStore
-from memplan.runtime.program.program import Grads, Program
 from memplan.runtime.program.sized_plan import SizedPlan
 
 _BYTES_A_NODE = 4500  # of host memory that a step takes for each node of its trace, measured on a GPT-2
@@ -34,7 +31,7 @@ _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's ord
 class PlannedStep:
     """One plan of a model for one kind of call.
 
-    - key: tells which calls the step serves.
+    - capture: without the tensors of the batch that it was captured with.
     - provisional: found in a hurry; planned in full when such a call comes again.
     - sized: the plan at other sizes, where the step serves those too.
     - others: steps with other schedules of the same capture, for longer and shorter calls.
@@ -42,33 +39,15 @@ class PlannedStep:
 
     planned: Plan
     capture: Capture
-    key: StepKey
     runner: Runner
     provisional: bool = False
     sized: SizedPlan | None = None
     others: tuple[PlannedStep, ...] = ()
 
-    @staticmethod
-    def of(
-        store: ParameterStore,
-        capture: Capture,
-        lowered: Callable[[], tuple[Program, ...]],
-        grads: Grads,
-        plan: Plan,
-        provisional: bool,
-        sized: SizedPlan | None,
-    ) -> PlannedStep:
-        """The step for the model that was captured. It holds no tensors of the batch that it was captured with.
-
-        lowered: gives the plan as programs.
-        """
-        capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        trainable = (n for n, p in store.model.named_parameters() if p.requires_grad)
-        inputs = tuple(trainable) if grads == "edges" else ()
-        runner = Runner(capture, lowered, plan, store, inputs)
-        if plan.problem.costs.source != "measured":  # some ops have not run here
-            runner.check_first_runs()
-        return PlannedStep(plan, capture, capture.key, runner, provisional, sized)
+    @property
+    def key(self) -> StepKey:
+        """Tells which calls the step serves."""
+        return self.capture.key
 
     @property
     def collectives(self) -> Collectives:

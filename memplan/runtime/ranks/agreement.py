@@ -49,18 +49,7 @@ _T = TypeVar("_T")
 _LONGEST_WAIT_S = 20
 
 
-class SharedPlans(NamedTuple):
-    """Plans of one round.
-
-    - own: the plan that this rank asked for.
-    - others: plans of other kinds, in the order of the ranks that made them.
-    """
-
-    own: bytes
-    others: list[bytes]
-
-
-Share = Callable[..., SharedPlans]  # `_PlanningRound.share`
+Share = Callable[..., tuple[bytes, list[bytes]]]  # `_PlanningRound.share`
 
 
 class _RankState(enum.IntEnum):
@@ -283,11 +272,11 @@ class _PlanningRound:
         make: Callable[[list[Any]], bytes],
         exact: str = "",
         figures: Callable[[], Any] = lambda: None,
-    ) -> SharedPlans:
-        """Plans, as bytes, for ranks that ask for them at the same time. Called once in a round at most.
+    ) -> tuple[bytes, list[bytes]]:
+        """The bytes of the plan that this rank asks for, and those of other kinds, in the order of their makers.
 
-        Among ranks that ask for one kind of plan, the one with the lowest known budget makes it; of equal ones, the one
-        with the lowest number.
+        Called once in a round at most. Among ranks that ask for one kind of plan, the one with the lowest known budget
+        makes it; of equal ones, the one with the lowest number.
 
         - kind: equal for ranks that can share a plan.
         - budget_bytes: this rank's budget; 0 is one that is not known.
@@ -313,7 +302,7 @@ class _PlanningRound:
         self.leader_failed = not plans[leader]
         if self.leader_failed:
             raise RuntimeError("the rank that makes the plan has failed")
-        return SharedPlans(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
+        return plans[leader], [made for rank, made in plans.items() if made and rank not in alike]
 
     def finish(self) -> None:
         """Take part in the rest of the round."""

@@ -13,7 +13,7 @@ gradients (`torch_private/fsdp.py`). A plan keeps what was gathered, or gathers 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -69,17 +69,14 @@ class ShardedModel:
                 return spec.mesh.get_group()  # type: ignore[no-any-return]
         raise ValueError(f"parameters are sharded over ranks {ranks}; pass their process group as group=")
 
-    @contextlib.contextmanager
-    def taking_over(self, for_good: bool = False) -> Iterator[None]:
-        """A context in which the hooks of units are set aside, so that planned calls run none of them.
+    def take_over(self, aside: contextlib.ExitStack) -> None:
+        """Set the hooks of units aside until the stack closes, so that planned calls run none of them.
 
-        Those on the model itself become part of its forward, which a plan takes the place of. for_good: all stays so
-        afterwards, unless the context fails.
+        Those on the model itself become part of its forward, which a plan takes the place of.
         """
         if (problem := self._problem()) is not None:
             raise UnsupportedModel(f"a unit of fully_shard has {problem}; a plan would not gather and reduce so")
         if self._taken_over:
-            yield
             return
         for unit in self._units:
             unit.take_over(self._model)
@@ -87,11 +84,7 @@ class ShardedModel:
                 self._own = vars(self._model).get("forward")
                 self._model.forward = _WithinUnit(unit, self._units, self._model, self._model.forward)
         self._taken_over = True
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.give_back)
-            yield
-            if for_good:
-                stack.pop_all()
+        aside.callback(self.give_back)
 
     def give_back(self) -> None:
         for unit in self._units:

@@ -131,12 +131,8 @@ class ModulesHeard:
     def __init__(self, model: nn.Module) -> None:
         self.calls: list[tuple[str, Any]] = []
         self.again: list[tuple[str, Any]] = []
-        self._arrived: dict[str, None] = {}
+        self.gradients: dict[str, None] = {}
         self._model, self._handles = model, list[Any]()
-
-    @property
-    def gradients(self) -> list[str]:
-        return list(self._arrived)
 
     def __enter__(self) -> None:
         for name, module in self._model.named_modules():
@@ -156,8 +152,8 @@ class ModulesHeard:
             (self.again if in_backward else self.calls).append((name, bits_of(output)))
 
     def _arrive(self, name: str, parameter: torch.Tensor) -> None:
-        self._arrived.pop(name, None)
-        self._arrived[name] = None
+        self.gradients.pop(name, None)
+        self.gradients[name] = None
 
 
 def plain_name(name: str) -> str:
