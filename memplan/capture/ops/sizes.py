@@ -218,15 +218,9 @@ def with_expressions(graph: fx.Graph, symbols: private.Symbols) -> dict[str, str
 
 def expressions_in(things: Any) -> list[Expression]:
     """All expressions among nested arguments, and in the fields of dataclasses among those."""
-    if isinstance(things, Expression):
-        return [things]
-    if isinstance(things, (list, tuple)):
-        return [found for thing in things for found in expressions_in(thing)]
-    if isinstance(things, Mapping):
-        return expressions_in(list(things.values()))
-    if dataclasses.is_dataclass(things):
-        return expressions_in([getattr(things, field.name) for field in dataclasses.fields(things)])
-    return []
+    found = list[Expression]()
+    put(things, found.append)
+    return found
 
 
 def symbols_in(expression: Expression) -> tuple[int, ...]:
