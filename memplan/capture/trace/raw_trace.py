@@ -353,19 +353,13 @@ class TraceNotes(Noted):
         """A context that notes which module runs while each node is recorded. Other threads run theirs unnoted."""
         thread = threading.get_ident()
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def note(module: nn.Module, begins: bool) -> None:
             if threading.get_ident() != thread:
                 return
             self._look_for_draws()
-            self.running.append(module)
-            if module in self.names:
-                self.spans.append((len(private.tracer_graph().nodes), self.where))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() != thread:
-                return
-            self._look_for_draws()
-            while self.running and self.running.pop() is not module:
+            if begins:
+                self.running.append(module)
+            while not begins and self.running and self.running.pop() is not module:
                 pass
             if module in self.names:
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
@@ -373,8 +367,8 @@ class TraceNotes(Noted):
         module, self.python_state = nn.modules.module, python_generators()
         with (
             noting_draws(self._look_for_draws),
-            module.register_module_forward_pre_hook(enter),
-            module.register_module_forward_hook(leave),
+            module.register_module_forward_pre_hook(lambda module, *_: note(module, True)),
+            module.register_module_forward_hook(lambda module, *_: note(module, False)),
         ):
             yield
 
