@@ -122,7 +122,8 @@ class SymbolicInputs:
         self.tensors: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs):
             if not any(d.tensor == position for d in varying):
-                self.tensors.append(self.symbols.fixed_fake(tensor, device or tensor.device))
+                here = tensor if device is None or tensor.device.type == device.type else tensor.to(device)
+                self.tensors.append(self.symbols.fixed_fake(here, here.device))
             else:
                 same = self._given_before(tensor, inputs[:position])
                 self.tensors.append(self._fake(position, tensor, varying) if same is None else same.detach())

@@ -44,15 +44,15 @@ class OpWatch(private.TorchDispatchMode):
         memo: Memo,
         memory: KeptMemory,
         made: MadeTensors,
+        symbolic: SymbolicInputs,
         counted: bool = False,
-        symbolic: SymbolicInputs | None = None,
     ) -> None:
         """Prepare for a trace.
 
         - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
         - made: notes the results of ops.
-        - counted: masks of dropout are functions of a seed.
         - symbolic: symbols in the place of sizes that vary.
+        - counted: masks of dropout are functions of a seed.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._notes, self._memo, self._memory, self._made = notes, memo, memory, made
@@ -179,10 +179,8 @@ class OpWatch(private.TorchDispatchMode):
             if not self._derives_from_inputs(closure) or _draws(closure):
                 raise refusal
             real = evaluate(closure, node, self._notes.sources, private.tracer_constants(), self._known)
-            size, stride = list(real.shape), list(real.stride())
-            if self._symbolic is not None:
-                with self._recording.unwritten():
-                    size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
+            with self._recording.unwritten():
+                size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
             fixed = tuple(None if private.is_symbolic(n) else n for n in size)
             self._notes.scalar_reads.append(Guard(node, fixed, self._notes.place(caller_line())))
             return private.with_layout(output, size=size, stride=stride)
@@ -261,7 +259,7 @@ class OpWatch(private.TorchDispatchMode):
         value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
         if seen is not None and seen.value != value:
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
-        number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.scalar_reads), value)
+        number = self._symbolic.number(len(self._notes.scalar_reads), value)
         varies = private.is_symbolic(number)
         self._notes.scalar_reads.append(Guard(node, None if varies else value, self._notes.place(source)))
         if varies:

@@ -136,17 +136,10 @@ class _StepTrace:
         for index, name in enumerate(self._parameters):
             if name in request.shapes:
                 state[index] = torch.empty(request.shapes[name], dtype=state[index].dtype, device="meta")
-        symbolic = None
-        if request.varying:
-            moved_to = device if request.moves_inputs else None
-            symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
-            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
-        else:
-            inputs = [t.detach() for t in self._inputs]
-            if request.moves_inputs:
-                inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
-            if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
-                state, inputs = private.fakes_on(device, state, inputs)
+        moved_to = device if request.moves_inputs else None
+        symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
+        symbols, count = symbolic.symbols, len(self._parameters)
+        state = [symbols.fixed_fake(t, device) for t in state]
 
         def watched(*args: Any) -> Any:
             with private.higher_order_ops_refused(watch.refuse_higher_order), watch:
@@ -166,12 +159,11 @@ class _StepTrace:
             self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
-            watch = OpWatch(self._notes, request.memo, request.memory, request.made, request.counted, symbolic)
+            watch = OpWatch(self._notes, request.memo, request.memory, request.made, symbolic, request.counted)
             try:
-                symbols = None if symbolic is None else symbolic.symbols
-                count = len(self._parameters)
-                graph_module = private.trace_with_fakes(watched, state[:count], state[count:], inputs, symbols=symbols)
-                if symbols is not None:
+                given = state[:count], state[count:], symbolic.tensors
+                graph_module = private.trace_with_fakes(watched, given, symbols, varies=bool(request.varying))
+                if request.varying:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
             except MemoryError:
                 raise
@@ -357,7 +349,7 @@ class _StepTrace:
 
     # -- what comes of it -------------------------------------------------------------------------------------------
 
-    def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs | None) -> RawTrace:
+    def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs) -> RawTrace:
         notes, names = self._notes, self._request.call.names
         assert notes.template is not None
         assert notes.boundary is not None
@@ -365,7 +357,7 @@ class _StepTrace:
         flat = list(returned.args[0])
         outputs, gradients = flat[: len(notes.requires_grad)], flat[len(notes.requires_grad) :]
         assert notes.boundary in graph_module.graph.nodes
-        notes.template.let_go(lambda size: size if symbolic is None else symbolic.returned(size))
+        notes.template.let_go(symbolic.returned)
         grad_inputs = [n for n, t in zip(names, self._inputs, strict=True) if t.requires_grad]
         wanted = [*(f"parameter {n}" for n in self._differentiated), *(f"input {n}" for n in grad_inputs)]
         return RawTrace(
@@ -377,7 +369,7 @@ class _StepTrace:
             outputs=tuple(outputs),
             gradients=dict(zip(wanted, gradients, strict=True)),
             layers=notes.layers(),
-            symbolic=symbolic,
+            symbolic=symbolic if self._request.varying else None,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
             told=self._request.islands.told,
