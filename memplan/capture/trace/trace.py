@@ -220,7 +220,8 @@ class _StepTrace:
             for t, real in zip(tensors, self._inputs, strict=True)
         ]
         call, state = self._request.call, {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
-        arguments = call.with_tensors(given)
+        filled = call.filled(given)
+        arguments = filled.variadic, filled.arguments
         parts = {name: private.part_here(tensor) for name, tensor in state.items()}
         real = {**self._parameters, **self._buffers}
         real |= {f"argument {name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
