@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,60 +38,9 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.escapes import MadeTensors, without_collections
 from memplan.capture.trace.islands import refuse_reads
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
+from memplan.capture.trace.raw_trace import Answer, Autocast, RawTrace
 from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """A captured step of one model.
-
-    - traced: the step.
-    - call: the call that it was captured with.
-    - reader: reads later calls as it read the sample.
-    - key: tells which calls the step serves.
-    - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
-    - settled: Python attributes that the first eager forward sets and later ones leave.
-    - counters: Python attributes to which each forward adds, and how much.
-    - hooks: hooks that the first eager forward adds to submodules.
-    - backward: the autocast under which backward runs; None: without autocast.
-    - answers: what forward reads from tensors.
-    - left: what the first eager forward leaves, and what was there for the capture.
-    - tangents: the gradients that arrive, by output, where that is known from a backward.
-    - requiring: positions of arguments that forward lets require grad.
-    - islands: with the reason for each, in words.
-    """
-
-    traced: Traced
-    call: Call
-    reader: CallReader
-    key: StepKey
-    expanded: Traced | None
-    settled: tuple[SetValue, ...]
-    counters: tuple[SetValue, ...]
-    hooks: tuple[AddedHook, ...]
-    backward: Autocast | None = None
-    answers: tuple[Answer, ...] = ()
-    left: LeftBehind | None = None
-    tangents: Mapping[int, GradientLayout] | None = None
-    requiring: tuple[int, ...] = ()
-    islands: tuple[str, ...] = ()
-
-    def changed(self, change: Callable[[Traced], Traced]) -> Capture:
-        """The capture with a change made to its step, and to that for `out.sum().backward()`."""
-        expanded = None if self.expanded is None else change(self.expanded)
-        return dataclasses.replace(self, traced=change(self.traced), expanded=expanded)
-
-    def settle(self, model: nn.Module) -> None:
-        """Set the attributes, and add the hooks, that the first eager forward would."""
-        if self.left is not None:
-            self.left.put_once()
-        tables = dict(self.key.tables) if self.settled else {}
-        for name, key, value in self.settled:
-            tables[name][key] = value  # type: ignore[index]
-        for hook in self.hooks:
-            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +60,53 @@ class CaptureOptions(TraceOptions):
     shards: Shards | None = None
     unsteady: Collection[str] = ()
     requiring: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured step of one model.
+
+    - traced: the step.
+    - call: the call that it was captured with.
+    - reader: reads later calls as it read the sample.
+    - key: tells which calls the step serves.
+    - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
+    - settled: Python attributes that the first eager forward sets and later ones leave.
+    - counters: Python attributes to which each forward adds, and how much.
+    - hooks: hooks that the first eager forward adds to submodules.
+    - options: what it was made with.
+    - answers: what forward reads from tensors.
+    - left: what the first eager forward leaves, and what was there for the capture.
+    - islands: with the reason for each, in words.
+    """
+
+    traced: Traced
+    call: Call
+    reader: CallReader
+    key: StepKey
+    expanded: Traced | None
+    settled: tuple[SetValue, ...]
+    counters: tuple[SetValue, ...]
+    hooks: tuple[AddedHook, ...]
+    options: CaptureOptions
+    answers: tuple[Answer, ...]
+    islands: tuple[str, ...]
+    left: LeftBehind | None = None
+
+    def changed(self, change: Callable[[Traced], Traced]) -> Capture:
+        """The capture with a change made to its step, and to that for `out.sum().backward()`."""
+        expanded = None if self.expanded is None else change(self.expanded)
+        return dataclasses.replace(self, traced=change(self.traced), expanded=expanded)
+
+    def settle(self, model: nn.Module) -> None:
+        """Set the attributes, and add the hooks, that the first eager forward would."""
+        if self.left is not None:
+            self.left.put_once()
+        tables = dict(self.key.tables) if self.settled else {}
+        for name, key, value in self.settled:
+            tables[name][key] = value  # type: ignore[index]
+        for hook in self.hooks:
+            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
 def capture(
@@ -187,8 +183,7 @@ def _capture(
     key.guard(traced, raw, call)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
-        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options.backward, answers,
-        tangents=options.tangents, requiring=options.requiring, islands=raw.told,
+        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options, answers, islands.told
     )  # fmt: skip
 
 

@@ -200,7 +200,7 @@ class Planner:
         A call that can't be captured runs unplanned. Of the others, each gets the first of these that there is: a plan
         without a search, plans for all sizes, a plan that other ranks run too, one around islands, one of its own.
         """
-        arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
+        arrived, backward = (None, None) if like is None else (like.tangents, like.capture.options.backward)
         capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
         with without_collections():
             captured = capture()

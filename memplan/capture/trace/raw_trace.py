@@ -192,7 +192,6 @@ class RawTrace(Noted):
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
-    - told: islands with the reason for each, in words.
     - handed: names that lines of forward only hand on to islands.
     """
 
@@ -207,7 +206,6 @@ class RawTrace(Noted):
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
-    told: tuple[str, ...] = ()
     handed: frozenset[NamedOn] = frozenset()
 
 

@@ -373,7 +373,6 @@ class _StepTrace:
             symbolic=symbolic if self._request.varying else None,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
-            told=self._request.islands.told,
             handed=frozenset(self._islands.handed),
             **{one.name: getattr(notes, one.name) for one in fields(Noted)},
         )

@@ -109,7 +109,7 @@ class Runner:
         """The backward programs, of which the second is for gradients of another layout."""
         variants = [traced for traced in (self._traced, self._capture.expanded) if traced is not None]
         pairs = [(planned_tangents(v), p.backward) for v, p in zip(variants, self.programs)]
-        return Backwards(pairs, self.outputs.names, self._capture.backward)
+        return Backwards(pairs, self.outputs.names, self._capture.options.backward)
 
     @functools.cached_property
     def _checked(self) -> Program:

@@ -86,7 +86,7 @@ class PlannedStep:
     @property
     def tangents(self) -> Mapping[int, GradientLayout] | None:
         """The gradients with which backward starts, by output, as far as one has run; None where none has."""
-        return self.runner.arrived or self.capture.tangents
+        return self.runner.arrived or self.capture.options.tangents
 
     @property
     def kind(self) -> int:
@@ -129,7 +129,7 @@ class PlannedStep:
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
                 table[key] = None
-        for position in self.capture.requiring:
+        for position in self.capture.options.requiring:
             call.tensors[position].requires_grad_()
         counters = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
         for table, key, added in counters:
