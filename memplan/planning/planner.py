@@ -13,12 +13,13 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.escapes import without_collections
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
+from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
 from memplan.logs import log
@@ -290,7 +291,7 @@ class Planner:
     def step_for(
         self,
         call: Call,
-        tangents: dict[int, GradientLayout] | None,
+        tangents: dict[int, Layout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
         known: Sequence[ServingStep],
@@ -318,7 +319,7 @@ class Planner:
         self,
         step: PlannedStep,
         call: Call,
-        tangents: dict[int, GradientLayout],
+        tangents: dict[int, Layout],
         backward: Autocast,
     ) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""

@@ -70,19 +70,6 @@ def in_modes(autocast: Autocast, grad_mode: bool) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class GradientLayout:
-    """The layout of a gradient that arrives at an output."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(gradient: torch.Tensor) -> GradientLayout:
-        return GradientLayout(tuple(gradient.shape), tuple(gradient.stride()), gradient.dtype)
-
-
 def line_of_place(where: str) -> str:
     """The source line of a place in forward: "block.0 at net.py:3: x = ..." and "at net.py:3: x = ..." have one."""
     return where.partition("at ")[2]

@@ -23,6 +23,7 @@ from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
@@ -34,7 +35,7 @@ from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace, TraceNotes
+from memplan.capture.trace.raw_trace import Answer, Autocast, Noted, RawTrace, TraceNotes
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
 from memplan.errors import UnsupportedModel
@@ -57,7 +58,7 @@ class TraceOptions:
       None: those of the device are.
     """
 
-    tangents: Mapping[int, GradientLayout] | None = None
+    tangents: Mapping[int, Layout] | None = None
     backward: Autocast | None = None
     seen: Sequence[Answer] | None = None
     varying: Varying = frozenset()

@@ -14,9 +14,9 @@ from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import Capture
 from memplan.capture.guards import OtherRead
 from memplan.capture.key import ModesKey, StepKey
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.errors import MemplanError, Refused
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
@@ -84,7 +84,7 @@ class PlannedStep:
         return self.planned if self.sized is None else self.sized.at(self.numbers(call))
 
     @property
-    def tangents(self) -> Mapping[int, GradientLayout] | None:
+    def tangents(self) -> Mapping[int, Layout] | None:
         """The gradients with which backward starts, by output, as far as one has run; None where none has."""
         return self.runner.arrived or self.capture.options.tangents
 
