@@ -29,8 +29,7 @@ from memplan.capture.capturable import (
     refuse_wrappers,
 )
 from memplan.capture.key import StepKey
-from memplan.capture.ops import op_facts
-from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.dataflow import draws, written_nodes
 from memplan.capture.ops.island_ops import FORWARD
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
@@ -101,7 +100,9 @@ class Capture:
     def settle(self, model: nn.Module) -> None:
         """Set the attributes, and add the hooks, that the first eager forward would."""
         if self.left is not None:
-            self.left.put_once()
+            self.left.put()
+            self.left.values.clear()  # what forward leaves there later stays
+            self.left.contents.clear()
         tables = dict(self.key.tables) if self.settled else {}
         for name, key, value in self.settled:
             tables[name][key] = value  # type: ignore[index]
@@ -251,7 +252,7 @@ def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
 def _lasting_ops(raw: RawTrace) -> list[str]:
     """Ops of a trace that outlast it: writes to parameters, buffers and arguments, and draws of random numbers."""
     calls, writes = [node for node in raw.module.graph.nodes if node.op == "call_function"], _writing(raw)
-    return [str(node.target) for node in calls if node in writes or _draws(node)]
+    return [str(node.target) for node in calls if node in writes or draws(node)]
 
 
 def _writing(raw: RawTrace) -> set[fx.Node]:
@@ -263,10 +264,6 @@ def _writing(raw: RawTrace) -> set[fx.Node]:
     return {node for node in calls if any(storage_key(n.meta["val"]) in there for n in written_nodes(node))}
 
 
-def _draws(node: fx.Node) -> bool:
-    return op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
-
-
 def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> None:
     """Refuse what would happen twice in a step, because a checkpoint of forward runs it again in backward.
 
@@ -276,7 +273,7 @@ def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> No
     if not calls:
         return
     islands = {node: raw.islands[str(node.args[0])] for node in calls if node.target is FORWARD}
-    random = {node for node in calls if (islands[node].random if node in islands else _draws(node))}
+    random = {node for node in calls if (islands[node].random if node in islands else draws(node))}
     again = [node for node in random if not raw.checkpointed[node]]
     lasting = any(island.once or island.writes for island in islands.values()) or leaves_attributes or raw.reassigned
     if again or not _writing(raw).isdisjoint(calls) or lasting:

@@ -91,6 +91,11 @@ def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a node of a trace advances the generator."""
+    return node.op == "call_function" and op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+
+
 def storage_of(node: fx.Node) -> object:
     """A key that is equal for nodes that share memory."""
     value = node.meta.get("val")
@@ -121,28 +126,6 @@ def _written_places(target: Any) -> tuple[tuple[int, str], ...]:
         return ()
     written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     return tuple((i, a.name) for i, a in enumerate(schema.arguments) if written[i])
-
-
-def evaluate(
-    closure: Sequence[fx.Node],
-    wanted: fx.Node,
-    sources: dict[str, torch.Tensor],
-    constants: Any,
-    known: dict[fx.Node, Any],
-) -> torch.Tensor:
-    """Run a closure on the real tensors of placeholders, by name, and of constants, which are attributes.
-
-    known: results of other closures of the same trace. Those that stay as they are join them.
-    """
-
-    def source(node: fx.Node) -> torch.Tensor:
-        if node.op == "placeholder":
-            return sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
-        return getattr(constants, str(node.target))  # type: ignore[no-any-return]
-
-    # A constant may be written to while forward is traced.
-    changes = any(n.op == "get_attr" or (n.op == "call_function" and written_nodes(n)) for n in closure)
-    return computed(closure, [wanted], source, None if changes else known)[wanted]  # type: ignore[no-any-return]
 
 
 def computed(
