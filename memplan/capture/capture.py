@@ -251,8 +251,8 @@ def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
 
 def _lasting_ops(raw: RawTrace) -> list[str]:
     """Ops of a trace that outlast it: writes to parameters, buffers and arguments, and draws of random numbers."""
-    calls, writes = [node for node in raw.module.graph.nodes if node.op == "call_function"], _writing(raw)
-    return [str(node.target) for node in calls if node in writes or draws(node)]
+    writes = _writing(raw)
+    return [str(node.target) for node in raw.module.graph.nodes if node in writes or draws(node)]
 
 
 def _writing(raw: RawTrace) -> set[fx.Node]:
@@ -260,8 +260,7 @@ def _writing(raw: RawTrace) -> set[fx.Node]:
     nodes = raw.module.graph.nodes
     sources = (n.meta.get("val") for n in nodes if n.op == "placeholder")
     there = {storage_key(source) for source in sources if isinstance(source, torch.Tensor)}
-    calls = (node for node in nodes if node.op == "call_function")
-    return {node for node in calls if any(storage_key(n.meta["val"]) in there for n in written_nodes(node))}
+    return {node for node in nodes if any(storage_key(n.meta["val"]) in there for n in written_nodes(node))}
 
 
 def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> None:

@@ -57,7 +57,7 @@ class Guards:
 
     def _compile(self, traced: Traced) -> fx.GraphModule:
         needed = {node for guard in traced.guards for node in guard.nodes}
-        written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
+        written = {storage_of(w) for n in needed for w in written_nodes(n)}
         graph, made, root = fx.Graph(), dict[str, fx.Node](), nn.Module()  # made: by the name in the trace
         varying = {} if traced.sizes is None else traced.sizes.nodes
         shared = Counter(storage_of(n) for n in needed if n.op == "placeholder")
@@ -104,8 +104,7 @@ class Guards:
                 root.register_buffer(str(node.target), traced.constants[str(node.target)], persistent=False)
                 made[node.name] = graph.get_attr(str(node.target))
             else:
-                call: Any = varying.get(node.name, node)
-                given = put((call.args, call.kwargs), number)
+                given = put(varying.get(node.name, (node.args, node.kwargs)), number)
                 args, kwargs = fx.map_arg(given, lambda n: n if n.graph is graph else made[n.name])
                 made[node.name] = graph.create_node(node.op, node.target, args, kwargs)
             if node in guarded:  # now: later ops may write to it. Nor are large results kept

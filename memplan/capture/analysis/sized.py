@@ -59,14 +59,14 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
     nodes, results = dict[str, CallSizes](), dict[str, tuple[TensorSizes | None, ...]]()
     for node in traced.fx_graph.nodes:
         if expressions_in((node.args, node.kwargs)):
-            nodes[node.name] = CallSizes(node.args, node.kwargs)
+            nodes[node.name] = node.args, node.kwargs
         found = _results(node)
         if any(t is not None and private.varies(t) for t in found):
             results[node.name] = tuple(None if t is None else TensorSizes.of(t, symbols) for t in found)
     kernels = {}
     for index, kernel in enumerate(traced.kernels):
-        call = CallSizes(pytree.tree_map(written, kernel.args), pytree.tree_map(written, kernel.kwargs))
-        if expressions_in((call.args, call.kwargs)):
+        call = pytree.tree_map(written, (kernel.args, kernel.kwargs))
+        if expressions_in(call):
             kernels[index] = call
             if kernel.repeat_args != kernel.args:
                 raise UnsupportedModel(f"{kernel.target} writes statistics, and has arguments that are sizes")
@@ -104,7 +104,7 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
         copied = graph.node_copy(node, new.__getitem__)
         new[node] = by_name[node.name] = copied
         if node.name in sizes.nodes:
-            call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), value)
+            call = put(sizes.nodes[node.name], value)
             copied.args, copied.kwargs = fx.map_arg(call, lambda n: by_name[n.name])
         copied.meta = dict(node.meta)
         if node.name in sizes.results:
@@ -119,7 +119,7 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
     for index, old in enumerate(traced.kernels):
         args, kwargs, repeat_args = fx.map_arg((old.args, old.kwargs, old.repeat_args), new.__getitem__)
         if (call := sizes.kernels.get(index)) is not None:
-            args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
+            args, kwargs = fx.map_arg(put(call, value), lambda n: by_name[n.name])
             repeat_args = args
         reads, made = copy.deepcopy((old.reads, old.made), copies)
         kernels.append(Kernel(new[old.node], old.target, args, kwargs, reads, made, repeat_args))

@@ -41,9 +41,8 @@ class Dataflow:
         new = itertools.takewhile(lambda node: node is not self._latest, reversed(self._graph.nodes))
         for later in reversed(list(new)):
             self._positions[later] = len(self._positions)
-            if later.op == "call_function":
-                for memory in {storage_of(written) for written in written_nodes(later)}:
-                    self._writers[memory].append(later)
+            for memory in {storage_of(written) for written in written_nodes(later)}:
+                self._writers[memory].append(later)
             self._latest = later
         waiting: list[tuple[int, fx.Node]] = []  # a heap, the latest node first
         storages: set[object] = set()
@@ -93,7 +92,7 @@ def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
 
 def draws(node: fx.Node) -> bool:
     """Whether a node of a trace advances the generator."""
-    return node.op == "call_function" and op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+    return op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
 
 
 def storage_of(node: fx.Node) -> object:
@@ -139,7 +138,7 @@ def computed(
     - source: gives the tensor of a placeholder or a constant. Those that the closure writes to are copied first.
     - known: results that are there already, which all others join. With None, each is freed at its last use.
     """
-    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    written = {storage_of(w) for n in closure for w in written_nodes(n)}
     last = {argument: node for node in closure for argument in node.all_input_nodes}
     results: dict[fx.Node, Any] = {} if known is None else known
     with private.outside_of_tracing(), torch.no_grad():

@@ -45,6 +45,8 @@ class Dimension:
         return tensor.stride(self.index) if self.is_stride else tensor.shape[self.index]
 
 
+# (args, kwargs) of a node or a kernel, with expressions in the place of numbers
+CallSizes = tuple[tuple[Any, ...], dict[str, Any]]
 Varying = frozenset[Dimension]  # what varies from call to call
 FROM_DATA = Dimension(-1, 0)  # among what varies: the shapes that follow from the data of inputs
 
@@ -275,14 +277,6 @@ class TensorSizes:
             tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), size(tensor.storage_offset()),
             storage_key(tensor), size(tensor.untyped_storage().nbytes()),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class CallSizes:
-    """Arguments of a node or a kernel, with expressions in the place of numbers."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)

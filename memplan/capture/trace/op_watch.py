@@ -217,7 +217,7 @@ class OpWatch(private.TorchDispatchMode):
             return getattr(constants, str(node.target))  # type: ignore[no-any-return]
 
         # A constant may be written to while forward is traced. Results that stay as they are serve other closures.
-        changes = any(n.op == "get_attr" or (n.op == "call_function" and written_nodes(n)) for n in closure)
+        changes = any(n.op == "get_attr" or written_nodes(n) for n in closure)
         return computed(closure, [wanted], source, None if changes else self._known)[wanted]  # type: ignore[no-any-return]
 
     def _memory_sizes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
