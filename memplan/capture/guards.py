@@ -52,7 +52,8 @@ class Guards:
     def __init__(self, traced: Traced) -> None:
         self._guards = traced.guards
         self._sources: list[Resident] = []
-        self._sizes, self._device_types = traced.sizes, {"cpu", traced.device.type}
+        self._symbols = () if traced.sizes is None else traced.sizes.sources
+        self._device_types = {"cpu", traced.device.type}
         self._program = self._compile(traced) if traced.guards else None
 
     def _compile(self, traced: Traced) -> fx.GraphModule:
@@ -68,11 +69,11 @@ class Guards:
             )
         found: dict[fx.Node, fx.Node] = {}  # in the program, by the node that a guard reads
         numbers: dict[Expression, fx.Node] = {}
-        symbols = () if self._sizes is None else self._sizes.sources
-        of_inputs = {i: graph.placeholder(f"size_{i}") for i, s in enumerate(symbols) if isinstance(s, Dimension)}
+        symbols = enumerate(self._symbols)
+        of_inputs = {i: graph.placeholder(f"size_{i}") for i, s in symbols if isinstance(s, Dimension)}
 
         def size(symbol: int) -> fx.Node:
-            source = symbols[symbol]
+            source = self._symbols[symbol]
             if isinstance(source, Dimension):
                 return of_inputs[symbol]
             read = found[self._guards[source.read].node]
@@ -134,10 +135,9 @@ class Guards:
     ) -> tuple[Any, ...] | OtherRead:
         if self._program is None:
             return ()
-        symbols = () if self._sizes is None else self._sizes.sources
         try:
             sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
-            sizes = [s.of(inputs) for s in symbols if isinstance(s, Dimension)]
+            sizes = [s.of(inputs) for s in self._symbols if isinstance(s, Dimension)]
             with torch.no_grad(), contextlib.ExitStack() as stack:
                 for device_type in self._device_types:  # casts are ops of the program
                     if torch.is_autocast_enabled(device_type):
