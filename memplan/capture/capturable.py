@@ -40,14 +40,13 @@ def check_devices(call: Call, device: torch.device, given: bool) -> None:
 
     A GPU's model may take some from the host (lengths, a number in a tensor) beside those that it takes from the GPU.
     """
+    some_there = any(tensor.device.type == device.type for tensor in call.tensors)
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.is_meta and device.type != "meta":
             raise ValueError(
                 f"sample {name}, of shape {tuple(tensor.shape)}, is on the meta device and has no data. Give one with "
                 f"data, on {device}"
             )
-    some_there = any(tensor.device.type == device.type for tensor in call.tensors)
-    for name, tensor in zip(call.names, call.tensors, strict=True):
         beside = some_there and tensor.device.type == "cpu"
         if tensor.device.type != device.type and not given and not beside:
             raise ValueError(

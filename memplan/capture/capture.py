@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,7 @@ from memplan.capture.capturable import (
     refuse_wrappers,
 )
 from memplan.capture.key import StepKey
-from memplan.capture.ops import op_facts
-from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.dataflow import draws, written_nodes
 from memplan.capture.ops.island_ops import FORWARD
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
@@ -38,60 +37,9 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.escapes import MadeTensors, without_collections
 from memplan.capture.trace.islands import refuse_reads
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
+from memplan.capture.trace.raw_trace import Answer, Autocast, RawTrace
 from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """A captured step of one model.
-
-    - traced: the step.
-    - call: the call that it was captured with.
-    - reader: reads later calls as it read the sample.
-    - key: tells which calls the step serves.
-    - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
-    - settled: Python attributes that the first eager forward sets and later ones leave.
-    - counters: Python attributes to which each forward adds, and how much.
-    - hooks: hooks that the first eager forward adds to submodules.
-    - backward: the autocast under which backward runs; None: without autocast.
-    - answers: what forward reads from tensors.
-    - left: what the first eager forward leaves, and what was there for the capture.
-    - tangents: the gradients that arrive, by output, where that is known from a backward.
-    - requiring: positions of arguments that forward lets require grad.
-    - islands: with the reason for each, in words.
-    """
-
-    traced: Traced
-    call: Call
-    reader: CallReader
-    key: StepKey
-    expanded: Traced | None
-    settled: tuple[SetValue, ...]
-    counters: tuple[SetValue, ...]
-    hooks: tuple[AddedHook, ...]
-    backward: Autocast | None = None
-    answers: tuple[Answer, ...] = ()
-    left: LeftBehind | None = None
-    tangents: Mapping[int, GradientLayout] | None = None
-    requiring: tuple[int, ...] = ()
-    islands: tuple[str, ...] = ()
-
-    def changed(self, change: Callable[[Traced], Traced]) -> Capture:
-        """The capture with a change made to its step, and to that for `out.sum().backward()`."""
-        expanded = None if self.expanded is None else change(self.expanded)
-        return dataclasses.replace(self, traced=change(self.traced), expanded=expanded)
-
-    def settle(self, model: nn.Module) -> None:
-        """Set the attributes, and add the hooks, that the first eager forward would."""
-        if self.left is not None:
-            self.left.put_once()
-        tables = dict(self.key.tables) if self.settled else {}
-        for name, key, value in self.settled:
-            tables[name][key] = value  # type: ignore[index]
-        for hook in self.hooks:
-            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +59,55 @@ class CaptureOptions(TraceOptions):
     shards: Shards | None = None
     unsteady: Collection[str] = ()
     requiring: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured step of one model.
+
+    - traced: the step.
+    - call: the call that it was captured with.
+    - reader: reads later calls as it read the sample.
+    - key: tells which calls the step serves.
+    - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
+    - settled: Python attributes that the first eager forward sets and later ones leave.
+    - counters: Python attributes to which each forward adds, and how much.
+    - hooks: hooks that the first eager forward adds to submodules.
+    - options: what it was made with.
+    - answers: what forward reads from tensors.
+    - left: what the first eager forward leaves, and what was there for the capture.
+    - islands: with the reason for each, in words.
+    """
+
+    traced: Traced
+    call: Call
+    reader: CallReader
+    key: StepKey
+    expanded: Traced | None
+    settled: tuple[SetValue, ...]
+    counters: tuple[SetValue, ...]
+    hooks: tuple[AddedHook, ...]
+    options: CaptureOptions
+    answers: tuple[Answer, ...]
+    islands: tuple[str, ...]
+    left: LeftBehind | None = None
+
+    def changed(self, change: Callable[[Traced], Traced]) -> Capture:
+        """The capture with a change made to its step, and to that for `out.sum().backward()`."""
+        expanded = None if self.expanded is None else change(self.expanded)
+        return dataclasses.replace(self, traced=change(self.traced), expanded=expanded)
+
+    def settle(self, model: nn.Module) -> None:
+        """Set the attributes, and add the hooks, that the first eager forward would."""
+        if self.left is not None:
+            self.left.put()
+            self.left.values.clear()  # what forward leaves there later stays
+            self.left.contents.clear()
+        tables = dict(self.key.tables) if self.settled else {}
+        for name, key, value in self.settled:
+            tables[name][key] = value  # type: ignore[index]
+        for hook in self.hooks:
+            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
 def capture(
@@ -187,8 +184,7 @@ def _capture(
     key.guard(traced, raw, call)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
-        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options.backward, answers,
-        tangents=options.tangents, requiring=options.requiring, islands=raw.told,
+        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options, answers, islands.told
     )  # fmt: skip
 
 
@@ -255,8 +251,8 @@ def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
 
 def _lasting_ops(raw: RawTrace) -> list[str]:
     """Ops of a trace that outlast it: writes to parameters, buffers and arguments, and draws of random numbers."""
-    calls, writes = [node for node in raw.module.graph.nodes if node.op == "call_function"], _writing(raw)
-    return [str(node.target) for node in calls if node in writes or _draws(node)]
+    writes = _writing(raw)
+    return [str(node.target) for node in raw.module.graph.nodes if node in writes or draws(node)]
 
 
 def _writing(raw: RawTrace) -> set[fx.Node]:
@@ -264,12 +260,7 @@ def _writing(raw: RawTrace) -> set[fx.Node]:
     nodes = raw.module.graph.nodes
     sources = (n.meta.get("val") for n in nodes if n.op == "placeholder")
     there = {storage_key(source) for source in sources if isinstance(source, torch.Tensor)}
-    calls = (node for node in nodes if node.op == "call_function")
-    return {node for node in calls if any(storage_key(n.meta["val"]) in there for n in written_nodes(node))}
-
-
-def _draws(node: fx.Node) -> bool:
-    return op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+    return {node for node in nodes if any(storage_key(n.meta["val"]) in there for n in written_nodes(node))}
 
 
 def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> None:
@@ -281,7 +272,7 @@ def _refuse_effects_in_checkpoints(raw: RawTrace, leaves_attributes: bool) -> No
     if not calls:
         return
     islands = {node: raw.islands[str(node.args[0])] for node in calls if node.target is FORWARD}
-    random = {node for node in calls if (islands[node].random if node in islands else _draws(node))}
+    random = {node for node in calls if (islands[node].random if node in islands else draws(node))}
     again = [node for node in random if not raw.checkpointed[node]]
     lasting = any(island.once or island.writes for island in islands.values()) or leaves_attributes or raw.reassigned
     if again or not _writing(raw).isdisjoint(calls) or lasting:

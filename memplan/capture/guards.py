@@ -52,12 +52,13 @@ class Guards:
     def __init__(self, traced: Traced) -> None:
         self._guards = traced.guards
         self._sources: list[Resident] = []
-        self._sizes, self._device_types = traced.sizes, {"cpu", traced.device.type}
+        self._symbols = () if traced.sizes is None else traced.sizes.sources
+        self._device_types = {"cpu", traced.device.type}
         self._program = self._compile(traced) if traced.guards else None
 
     def _compile(self, traced: Traced) -> fx.GraphModule:
         needed = {node for guard in traced.guards for node in guard.nodes}
-        written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
+        written = {storage_of(w) for n in needed for w in written_nodes(n)}
         graph, made, root = fx.Graph(), dict[str, fx.Node](), nn.Module()  # made: by the name in the trace
         varying = {} if traced.sizes is None else traced.sizes.nodes
         shared = Counter(storage_of(n) for n in needed if n.op == "placeholder")
@@ -68,11 +69,11 @@ class Guards:
             )
         found: dict[fx.Node, fx.Node] = {}  # in the program, by the node that a guard reads
         numbers: dict[Expression, fx.Node] = {}
-        symbols = () if self._sizes is None else self._sizes.sources
-        of_inputs = {i: graph.placeholder(f"size_{i}") for i, s in enumerate(symbols) if isinstance(s, Dimension)}
+        symbols = enumerate(self._symbols)
+        of_inputs = {i: graph.placeholder(f"size_{i}") for i, s in symbols if isinstance(s, Dimension)}
 
         def size(symbol: int) -> fx.Node:
-            source = symbols[symbol]
+            source = self._symbols[symbol]
             if isinstance(source, Dimension):
                 return of_inputs[symbol]
             read = found[self._guards[source.read].node]
@@ -104,8 +105,7 @@ class Guards:
                 root.register_buffer(str(node.target), traced.constants[str(node.target)], persistent=False)
                 made[node.name] = graph.get_attr(str(node.target))
             else:
-                call: Any = varying.get(node.name, node)
-                given = put((call.args, call.kwargs), number)
+                given = put(varying.get(node.name, (node.args, node.kwargs)), number)
                 args, kwargs = fx.map_arg(given, lambda n: n if n.graph is graph else made[n.name])
                 made[node.name] = graph.create_node(node.op, node.target, args, kwargs)
             if node in guarded:  # now: later ops may write to it. Nor are large results kept
@@ -135,10 +135,9 @@ class Guards:
     ) -> tuple[Any, ...] | OtherRead:
         if self._program is None:
             return ()
-        symbols = () if self._sizes is None else self._sizes.sources
         try:
             sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
-            sizes = [s.of(inputs) for s in symbols if isinstance(s, Dimension)]
+            sizes = [s.of(inputs) for s in self._symbols if isinstance(s, Dimension)]
             with torch.no_grad(), contextlib.ExitStack() as stack:
                 for device_type in self._device_types:  # casts are ops of the program
                     if torch.is_autocast_enabled(device_type):

@@ -18,11 +18,12 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import FROM_DATA, DataSize, Dimension, Varying, all_sizes, without_numbers
 from memplan.capture.ops.ways import TakeBranches, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
+from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.optimizer import update_needs
 from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
@@ -38,7 +39,7 @@ from memplan.runtime.trial.local_collectives import LocalCollectives
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
-_CapturedFor = Callable[[Mapping[int, GradientLayout] | None, Varying], Capture | UnsupportedModel]
+_CapturedFor = Callable[[Mapping[int, Layout] | None, Varying], Capture | UnsupportedModel]
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -108,12 +109,12 @@ class Capturing:
     def capture(
         self,
         sample: Sample | Call,
-        tangents: Mapping[int, GradientLayout] | None = None,
+        tangents: Mapping[int, Layout] | None = None,
         backward: Autocast | None = None,
         seen: Sequence[Answer] = (),
         dry: bool = False,
         varying: Varying = frozenset(),
-        like: Mapping[int, GradientLayout] | None = None,
+        like: Mapping[int, Layout] | None = None,
     ) -> Capture | UnsupportedModel:
         """The captured step, or why there is none.
 
@@ -180,7 +181,7 @@ class Capturing:
         return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
     def _for_all(
-        self, captured_for: _CapturedFor, tangents: Mapping[int, GradientLayout] | None, varying: Varying
+        self, captured_for: _CapturedFor, tangents: Mapping[int, Layout] | None, varying: Varying
     ) -> Capture | UnsupportedModel:
         """The step for all sizes, compared with the one for this size."""
         captured = captured_for(tangents, varying)
@@ -189,7 +190,7 @@ class Capturing:
         step, sizes = captured.traced, captured.traced.sizes
         assert sizes is not None
         nodes = {i: step.tangent_nodes[o.tangent] for i, o in enumerate(step.outputs) if o.tangent is not None}
-        arriving = {i: GradientLayout.of(node.meta["val"]) for i, node in nodes.items()}
+        arriving = {i: Layout.of(node.meta["val"]) for i, node in nodes.items()}
         for_one = captured_for(arriving if tangents else None, Varying())
         if isinstance(for_one, UnsupportedModel):
             return for_one
@@ -210,7 +211,7 @@ class Capturing:
         backward: Autocast | None,
         seen: Sequence[Answer],
         dry: bool,
-        tangents: Mapping[int, GradientLayout] | None,
+        tangents: Mapping[int, Layout] | None,
         varying: Varying,
     ) -> Capture | UnsupportedModel:
         settings = self._settings

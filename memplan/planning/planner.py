@@ -13,12 +13,13 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.escapes import without_collections
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
+from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
 from memplan.logs import log
@@ -201,7 +202,7 @@ class Planner:
         A call that can't be captured runs unplanned. Of the others, each gets the first of these that there is: a plan
         without a search, plans for all sizes, a plan that other ranks run too, one around islands, one of its own.
         """
-        arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
+        arrived, backward = (None, None) if like is None else (like.tangents, like.capture.options.backward)
         capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
         with without_collections():
             captured = capture()
@@ -291,7 +292,7 @@ class Planner:
     def step_for(
         self,
         call: Call,
-        tangents: dict[int, GradientLayout] | None,
+        tangents: dict[int, Layout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
         known: Sequence[ServingStep],
@@ -315,7 +316,7 @@ class Planner:
                 return same
         return self._searched(call, captured, capture)
 
-    def is_same(self, step: PlannedStep, call: Call, tangents: dict[int, GradientLayout], backward: Autocast) -> bool:
+    def is_same(self, step: PlannedStep, call: Call, tangents: dict[int, Layout], backward: Autocast) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
         seen = step.capture.answers
         captured = or_raise(self.capturing.capture(call, tangents, backward, seen))

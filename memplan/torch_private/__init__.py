@@ -38,7 +38,7 @@ from memplan.torch_private.symbols import (
 )  # fmt: skip
 from memplan.torch_private.tensors import (
     FakeTensor, FakeTensorMode, OpOverload, alike, attributes_set_on, batch_norm_reserve_elements, changes_ops,
-    ctc_loss, depends_on_data, fakes_on, has_shape_of_data, has_symbolic_shape, is_allocated, is_held_elsewhere,
+    ctc_loss, depends_on_data, has_shape_of_data, has_symbolic_shape, is_allocated, is_held_elsewhere,
     is_ordinary, is_same_generator, is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real,
     suggest_memory_format, sum_of_weights,
 )  # fmt: skip

@@ -251,10 +251,10 @@ def can_expand_segments(device: torch.device) -> bool:
     return sys.platform == "linux" and torch.version.hip is None and _maps_memory(device)
 
 
-def expand_segments() -> None:
-    """Let segments of PyTorch's CUDA allocator expand from now on. Those that are there stay as they are."""
-    before = _allocator_settings()
-    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
+def expand_segments(expand: bool = True) -> None:
+    """Let segments of PyTorch's CUDA allocator expand from now on, or not. Those that are there stay as they are."""
+    others = [text for text in _allocator_settings().split(",") if text and "expandable_segments" not in text]
+    torch._C._accelerator_setAllocatorSettings(",".join([*others, f"expandable_segments:{expand}"]))
 
 
 class MemoryPool:
@@ -288,16 +288,14 @@ class MemoryPool:
         PyTorch ends the process where one that does goes back in pieces ("cudaMalloc_count > 0").
         """
         expands = segments_expand()
-        told = _allocator_settings().split(",")
-        others = [text for text in told if text and "expandable_segments" not in text]
         self.enter()
         try:
             if expands:
-                torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:False"]))
+                expand_segments(False)
             address = self.allocate(size_bytes)
         finally:
             if expands:
-                torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:True"]))
+                expand_segments()
             self.leave()
         self.free(address)
         return address

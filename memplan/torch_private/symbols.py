@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
+from torch._functorch import config
 from torch._subclasses import fake_impls
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _Namespace
@@ -66,7 +67,8 @@ class Symbols:
         self._symbols: list[sympy.Symbol] = []
         self.values: list[int] = []
         self._text: dict[Any, str] = {}
-        self.mode = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self._env)
+        with config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):  # code that asks for an address is refused
+            self.mode = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self._env)
 
     def new(self, value: int) -> int | torch.SymInt:
         """A symbol that has this value in the trace; the value itself where it is 0 or 1."""

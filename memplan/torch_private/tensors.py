@@ -12,7 +12,6 @@ from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _foreach_supported_types as _STEPPED_AT_ONCE
 from torch.utils import _pytree
@@ -106,21 +105,6 @@ def attributes_set_on(tensor: torch.Tensor) -> list[str]:
     known = isinstance(tensor, FakeTensor) or is_ordinary(tensor)
     names = sorted(vars(tensor).keys() - _OF_EVERY_FAKE) if known else []
     return [name for name in names if not name.startswith("_dynamo_")]
-
-
-def fakes_on(
-    device: torch.device, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Fake tensors on a device, in the layout of parameters and buffers that are elsewhere, and fakes of the inputs.
-
-    `make_fx` takes over their fake mode, which has the settings that `make_fx` gives its own.
-    """
-    mode = FakeTensorMode(
-        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
-    )
-    with mode:
-        moved = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in state]
-    return moved, [mode.from_tensor(t, static_shapes=True) for t in inputs]
 
 
 def _grouped_products_of_any_dtype() -> contextlib.AbstractContextManager[None]:

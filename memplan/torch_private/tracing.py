@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch._subclasses.schema_check_mode  # else the first import that is heard may be this, by its own context
@@ -38,7 +38,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.exchanged import exchanged
-from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic, sizes_left_open
+from memplan.torch_private.symbols import Symbols, is_symbolic, sizes_left_open
 from memplan.torch_private.tensors import FakeTensor, _grouped_products_of_any_dtype
 
 aten = torch.ops.aten
@@ -77,22 +77,24 @@ def _first_trace() -> None:
     traced.wait()
 
 
-def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | None = None) -> torch.fx.GraphModule:
-    """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order. It takes no memory.
+def trace_with_fakes(
+    step: Callable[..., Any], args: tuple[Any, ...], symbols: Symbols, varies: bool
+) -> torch.fx.GraphModule:
+    """`make_fx` over fakes: the aten ops that eager would run, in order. It takes no memory.
 
-    symbols: those with which `args` were made, which are fakes then.
+    - symbols: those with which `args` were made.
+    - varies: there are some, or there may be some in the trace.
     """
     _first_trace()
-    # In other modes make_fx makes fakes of fakes, with symbols of its own.
-    mode: Literal["fake", "real"] = "fake" if symbols is None else "real"
     with (
         _grouped_products_of_any_dtype(),
         _use_lazy_graph_module(True),  # makes no Python code for the graph, which is read and never run
         exchanged(fake_tensor.log, disabled=True),  # a fake kernel that fails raises, and whoever traces has words
-        contextlib.nullcontext() if symbols is None else sizes_left_open(),
-        contextlib.nullcontext() if symbols is None else symbols.mode,
+        sizes_left_open() if varies else contextlib.nullcontext(),
+        symbols.mode,
     ):
-        return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
+        # In other modes than "real" make_fx makes fakes of fakes, with symbols of its own.
+        return make_fx(step, tracing_mode="real", _allow_non_fake_inputs=True, **_LEAN)(*args)
 
 
 def not_tracing_for_transformers() -> contextlib.AbstractContextManager[None]:
@@ -190,7 +192,6 @@ class Recording:
     def __init__(self) -> None:
         self._tracer = _tracer()
         self._fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
-        self._varies = isinstance(self._fake_mode.shape_env, SymbolEnv)
         self._fake_mode.cache_enabled = False  # whoever remembers ops himself asks for each of them once
 
     @property
@@ -223,7 +224,7 @@ class Recording:
 
     def unwritten(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which arithmetic with sizes that vary is not written to the trace."""
-        return disable_proxy_modes_tracing() if self._varies else contextlib.nullcontext()
+        return disable_proxy_modes_tracing()
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
         """A new node, under the name that `make_fx` would give it."""

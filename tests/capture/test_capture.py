@@ -22,6 +22,7 @@ from memplan.capture.trace.call import CallReader
 from memplan.capture.trace.raw_trace import Autocast, RawTrace
 from memplan.capture.trace.trace import TraceRequest, trace_step
 from memplan.costs.measure import measure
+from memplan.errors import UnsupportedModel
 from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.check import TRACED
 from memplan.torch_private import READ_SCALAR, run_in_mode
@@ -312,6 +313,25 @@ def test_looking_at_a_constant_takes_no_memory() -> None:
     graph = memplan.plan(net, sample, 1.0, costs="estimate").problem.graph
     assert [v.size_bytes for v in graph.values if v.role == "constant"] == [2 * 8 * 4, 64 * 8 * 4]
     assert not [op.name for op in graph.ops if op.kind in ("aten.slice.Tensor", "aten.unbind.int", "aten.t.default")]
+
+
+class AsksForAddress(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).sum() if x.data_ptr() else x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")  # by default PyTorch only warns of it
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "parameters elsewhere"])
+def test_code_that_asks_for_an_address_is_refused(elsewhere: bool) -> None:
+    net = AsksForAddress()
+    call = CallReader(net.forward).read_sample(torch.randn(4, 8))
+    shapes = {"weight": torch.Size([8])} if elsewhere else {}
+    with pytest.raises(UnsupportedModel, match="data pointer"):
+        trace_step(TraceRequest(net, call, net.forward, Autocast.ambient("cpu"), CPU, shapes=shapes))
 
 
 def test_values_say_what_is_stored_there() -> None:

@@ -7,6 +7,7 @@ after capture works on, and as `Sizes`, which know the expression behind each nu
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.draft import tensor_in
-from memplan.capture.analysis.traced import Gradient, Kernel, Made, MetaTensor, OutputTensor, Traced
+from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.real_results import signature
 from memplan.capture.ops.sizes import (
     CallSizes,
@@ -29,7 +30,7 @@ from memplan.capture.ops.sizes import (
     expressions_in,
     put,
 )
-from memplan.capture.trace.raw_trace import Guard, RawTrace
+from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
@@ -58,14 +59,14 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
     nodes, results = dict[str, CallSizes](), dict[str, tuple[TensorSizes | None, ...]]()
     for node in traced.fx_graph.nodes:
         if expressions_in((node.args, node.kwargs)):
-            nodes[node.name] = CallSizes(node.args, node.kwargs)
+            nodes[node.name] = node.args, node.kwargs
         found = _results(node)
         if any(t is not None and private.varies(t) for t in found):
             results[node.name] = tuple(None if t is None else TensorSizes.of(t, symbols) for t in found)
     kernels = {}
     for index, kernel in enumerate(traced.kernels):
-        call = CallSizes(pytree.tree_map(written, kernel.args), pytree.tree_map(written, kernel.kwargs))
-        if expressions_in((call.args, call.kwargs)):
+        call = pytree.tree_map(written, (kernel.args, kernel.kwargs))
+        if expressions_in(call):
             kernels[index] = call
             if kernel.repeat_args != kernel.args:
                 raise UnsupportedModel(f"{kernel.target} writes statistics, and has arguments that are sizes")
@@ -103,7 +104,7 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
         copied = graph.node_copy(node, new.__getitem__)
         new[node] = by_name[node.name] = copied
         if node.name in sizes.nodes:
-            call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), value)
+            call = put(sizes.nodes[node.name], value)
             copied.args, copied.kwargs = fx.map_arg(call, lambda n: by_name[n.name])
         copied.meta = dict(node.meta)
         if node.name in sizes.results:
@@ -113,23 +114,23 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
             ]
             several = node.meta["val"]
             copied.meta["val"] = type(several)(found) if isinstance(several, (list, tuple)) else found[0]
+    copies = {id(old): copied for old, copied in new.items()}
     kernels = list[Kernel]()
     for index, old in enumerate(traced.kernels):
         args, kwargs, repeat_args = fx.map_arg((old.args, old.kwargs, old.repeat_args), new.__getitem__)
         if (call := sizes.kernels.get(index)) is not None:
-            args, kwargs = fx.map_arg(put((call.args, call.kwargs), value), lambda n: by_name[n.name])
+            args, kwargs = fx.map_arg(put(call, value), lambda n: by_name[n.name])
             repeat_args = args
-        reads = {new[n]: v for n, v in old.reads.items()}
-        made = tuple(Made(new[m.node], m.index, m.value) for m in old.made)
+        reads, made = copy.deepcopy((old.reads, old.made), copies)
         kernels.append(Kernel(new[old.node], old.target, args, kwargs, reads, made, repeat_args))
     value_bytes = sizes.bytes_of(sizes.values, numbers)
-    roots = {v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()}
+    about_nodes = {name: copy.deepcopy(getattr(traced, name), copies) for name in _ABOUT_NODES}
     return dataclasses.replace(
         traced,
         graph=dataclasses.replace(
             traced.graph,
             values=tuple(
-                dataclasses.replace(v, size_bytes=n, tensor=tensor_in(roots[index]))
+                dataclasses.replace(v, size_bytes=n, tensor=tensor_in(about_nodes["roots"][index]))
                 for index, (v, n) in enumerate(zip(traced.graph.values, value_bytes, strict=True))
             ),
             ops=tuple(
@@ -138,15 +139,12 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
             ),
         ),
         kernels=tuple(kernels),
-        roots=roots,
-        parents={new[n]: new[parent] for n, parent in traced.parents.items()},
-        residents={new[n]: resident for n, resident in traced.residents.items()},
-        outputs=tuple(OutputTensor(new[o.node], o.value, o.requires_grad, o.tangent) for o in traced.outputs),
-        gradients=tuple(Gradient(g.value, tuple((name, new[n]) for name, n in g.nodes)) for g in traced.gradients),
-        tangent_nodes={v: new[n] for v, n in traced.tangent_nodes.items()},
-        guards=tuple(Guard(new[g.node], g.value, g.where, tuple(new[n] for n in g.nodes)) for g in traced.guards),
+        **about_nodes,
         sizes=dataclasses.replace(sizes, here=numbers),
     )
+
+
+_ABOUT_NODES = ("roots", "parents", "residents", "outputs", "gradients", "tangent_nodes", "guards")
 
 
 def _results(node: fx.Node) -> list[torch.Tensor | None]:

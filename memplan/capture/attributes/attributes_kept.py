@@ -81,12 +81,6 @@ class LeftBehind:
         for container, content in self.contents:
             _restore(container, content)
 
-    def put_once(self) -> None:
-        """Put it into the model now, and forget it, so that what forward leaves there later stays."""
-        self.put()
-        self.values.clear()
-        self.contents.clear()
-
     def without(self, excluded: Callable[[torch.Tensor], bool]) -> LeftBehind:
         """All but values and contents with such tensors in them."""
 

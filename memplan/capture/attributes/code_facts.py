@@ -22,7 +22,6 @@ NameChain = tuple[str, ...]  # a name, and the attributes that are read from wha
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CLOSURE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_FROM_DICT_OR_DEREF"})
-_LOCAL = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 _IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _BETWEEN = frozenset({"PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "COPY", "DUP_TOP"})
@@ -104,7 +103,7 @@ def facts_of_code(code: CodeType) -> CodeFacts:
             chain.append(str(value))
             if name == "STORE_GLOBAL":
                 found["stored"].add(str(value))
-        elif name in _LOCAL or name.startswith("LOAD_FAST"):
+        elif name.startswith("LOAD_FAST"):
             kind = "own" if isinstance(value, str) and (value,) == first else ""
         elif name in _ATTRIBUTE:
             found["others"].add(str(value))

@@ -22,7 +22,6 @@ import argparse
 import functools
 import random
 import sys
-import sysconfig
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -40,7 +39,6 @@ from memplan.capture.attributes.code_facts import NameChain, facts_of_code
 from memplan.capture.attributes.named_table import NamedTable, content_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
-_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _PACKAGES = frozenset({"site-packages", "dist-packages"})  # also the user's own, and those below a virtual environment
 _METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
 _OF_FUNCTIONS = ("forward", "setup_context", "backward")
@@ -363,4 +361,4 @@ def _is_own(kind: type) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_installed(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return file.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(Path(file).parts)
+    return not _PACKAGES.isdisjoint(Path(file).parts)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from memplan.capture.attributes.named_state import NamedState
 from memplan.capture.attributes.named_table import NamedTable, slots_of
 
 Table = Mapping[str, Any]
+_T = TypeVar("_T")
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -133,18 +134,11 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         yield from _objects(child, name, seen, depth - 1)
 
 
-def own_generators(model: nn.Module) -> list[torch.Generator]:
-    """Random generators among the attributes of a model, and in containers there."""
-    return list({id(g): g for g in _held(model) if isinstance(g, torch.Generator)}.values())
-
-
-def held_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors among the attributes of a model, and in containers there; parameters and buffers too."""
-    return list({id(t): t for t in _held(model) if isinstance(t, torch.Tensor)}.values())
-
-
-def _held(model: nn.Module) -> list[Any]:
-    return [leaf for _, table in attribute_tables(model) for v in table.values() for leaf in leaves_of(v, DEEPEST)]
+def held_in(model: nn.Module, kind: type[_T]) -> list[_T]:
+    """Tensors or generators among the attributes of a model, and in containers there; parameters and buffers too."""
+    values = (value for _, table in attribute_tables(model) for value in table.values())
+    found = {id(leaf): leaf for value in values for leaf in leaves_of(value, DEEPEST) if isinstance(leaf, kind)}
+    return list(found.values())
 
 
 def leaves_of(value: Any, depth: int) -> Iterator[Any]:

@@ -41,9 +41,8 @@ class Dataflow:
         new = itertools.takewhile(lambda node: node is not self._latest, reversed(self._graph.nodes))
         for later in reversed(list(new)):
             self._positions[later] = len(self._positions)
-            if later.op == "call_function":
-                for memory in {storage_of(written) for written in written_nodes(later)}:
-                    self._writers[memory].append(later)
+            for memory in {storage_of(written) for written in written_nodes(later)}:
+                self._writers[memory].append(later)
             self._latest = later
         waiting: list[tuple[int, fx.Node]] = []  # a heap, the latest node first
         storages: set[object] = set()
@@ -91,6 +90,11 @@ def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
     return answers.pop() if len(answers) == 1 else None
 
 
+def draws(node: fx.Node) -> bool:
+    """Whether a node of a trace advances the generator."""
+    return op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+
+
 def storage_of(node: fx.Node) -> object:
     """A key that is equal for nodes that share memory."""
     value = node.meta.get("val")
@@ -123,28 +127,6 @@ def _written_places(target: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, a.name) for i, a in enumerate(schema.arguments) if written[i])
 
 
-def evaluate(
-    closure: Sequence[fx.Node],
-    wanted: fx.Node,
-    sources: dict[str, torch.Tensor],
-    constants: Any,
-    known: dict[fx.Node, Any],
-) -> torch.Tensor:
-    """Run a closure on the real tensors of placeholders, by name, and of constants, which are attributes.
-
-    known: results of other closures of the same trace. Those that stay as they are join them.
-    """
-
-    def source(node: fx.Node) -> torch.Tensor:
-        if node.op == "placeholder":
-            return sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
-        return getattr(constants, str(node.target))  # type: ignore[no-any-return]
-
-    # A constant may be written to while forward is traced.
-    changes = any(n.op == "get_attr" or (n.op == "call_function" and written_nodes(n)) for n in closure)
-    return computed(closure, [wanted], source, None if changes else known)[wanted]  # type: ignore[no-any-return]
-
-
 def computed(
     closure: Sequence[fx.Node],
     wanted: Collection[fx.Node],
@@ -156,7 +138,7 @@ def computed(
     - source: gives the tensor of a placeholder or a constant. Those that the closure writes to are copied first.
     - known: results that are there already, which all others join. With None, each is freed at its last use.
     """
-    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    written = {storage_of(w) for n in closure for w in written_nodes(n)}
     last = {argument: node for node in closure for argument in node.all_input_nodes}
     results: dict[fx.Node, Any] = {} if known is None else known
     with private.outside_of_tracing(), torch.no_grad():

@@ -45,6 +45,8 @@ class Dimension:
         return tensor.stride(self.index) if self.is_stride else tensor.shape[self.index]
 
 
+# (args, kwargs) of a node or a kernel, with expressions in the place of numbers
+CallSizes = tuple[tuple[Any, ...], dict[str, Any]]
 Varying = frozenset[Dimension]  # what varies from call to call
 FROM_DATA = Dimension(-1, 0)  # among what varies: the shapes that follow from the data of inputs
 
@@ -122,7 +124,8 @@ class SymbolicInputs:
         self.tensors: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs):
             if not any(d.tensor == position for d in varying):
-                self.tensors.append(self.symbols.fixed_fake(tensor, device or tensor.device))
+                here = tensor if device is None or tensor.device.type == device.type else tensor.to(device)
+                self.tensors.append(self.symbols.fixed_fake(here, here.device))
             else:
                 same = self._given_before(tensor, inputs[:position])
                 self.tensors.append(self._fake(position, tensor, varying) if same is None else same.detach())
@@ -218,15 +221,9 @@ def with_expressions(graph: fx.Graph, symbols: private.Symbols) -> dict[str, str
 
 def expressions_in(things: Any) -> list[Expression]:
     """All expressions among nested arguments, and in the fields of dataclasses among those."""
-    if isinstance(things, Expression):
-        return [things]
-    if isinstance(things, (list, tuple)):
-        return [found for thing in things for found in expressions_in(thing)]
-    if isinstance(things, Mapping):
-        return expressions_in(list(things.values()))
-    if dataclasses.is_dataclass(things):
-        return expressions_in([getattr(things, field.name) for field in dataclasses.fields(things)])
-    return []
+    found = list[Expression]()
+    put(things, found.append)
+    return found
 
 
 def symbols_in(expression: Expression) -> tuple[int, ...]:
@@ -280,14 +277,6 @@ class TensorSizes:
             tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), size(tensor.storage_offset()),
             storage_key(tensor), size(tensor.untyped_storage().nbytes()),
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class CallSizes:
-    """Arguments of a node or a kernel, with expressions in the place of numbers."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)

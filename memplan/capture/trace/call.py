@@ -65,8 +65,10 @@ class Call:
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Call:
         """The call with other tensors."""
-        args, kwargs = self.with_tensors(tensors)
-        return Call(kwargs, args, tuple(pytree.tree_leaves((args, kwargs))), self.spec, self.paths)
+        left = iter(tensors)
+        leaves = tuple(next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves)
+        variadic, arguments = pytree.tree_unflatten(leaves, self.spec)
+        return Call(arguments, variadic, leaves, self.spec, self.paths)
 
     def detached(self, device: torch.device | None = None) -> Call:
         """The call with tensors of the same data on the device, which are not part of the caller's autograd graph."""
@@ -81,13 +83,6 @@ class Call:
     def without_tensors(self) -> Call:
         """The call with empty tensors, which a plan may keep without holding a batch."""
         return self.filled([torch.empty(0) for _ in self.tensors])
-
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` of the same call with other tensors."""
-        left = iter(tensors)
-        leaves = [next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        variadic, arguments = pytree.tree_unflatten(leaves, self.spec)
-        return variadic, arguments
 
 
 class CallReader:

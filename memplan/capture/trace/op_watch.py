@@ -11,8 +11,7 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
-from memplan.capture.ops import op_facts
-from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, evaluate
+from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, computed, draws, written_nodes
 from memplan.capture.ops.layout import is_dense, storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
@@ -44,15 +43,15 @@ class OpWatch(private.TorchDispatchMode):
         memo: Memo,
         memory: KeptMemory,
         made: MadeTensors,
+        symbolic: SymbolicInputs,
         counted: bool = False,
-        symbolic: SymbolicInputs | None = None,
     ) -> None:
         """Prepare for a trace.
 
         - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
         - made: notes the results of ops.
-        - counted: masks of dropout are functions of a seed.
         - symbolic: symbols in the place of sizes that vary.
+        - counted: masks of dropout are functions of a seed.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._notes, self._memo, self._memory, self._made = notes, memo, memory, made
@@ -176,13 +175,11 @@ class OpWatch(private.TorchDispatchMode):
             if node is None:
                 return output
             closure = self._dataflow.behind(node)
-            if not self._derives_from_inputs(closure) or _draws(closure):
+            if not self._derives_from_inputs(closure) or any(map(draws, closure)):
                 raise refusal
-            real = evaluate(closure, node, self._notes.sources, private.tracer_constants(), self._known)
-            size, stride = list(real.shape), list(real.stride())
-            if self._symbolic is not None:
-                with self._recording.unwritten():
-                    size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
+            real = self._real(closure, node)
+            with self._recording.unwritten():
+                size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
             fixed = tuple(None if private.is_symbolic(n) else n for n in size)
             self._notes.scalar_reads.append(Guard(node, fixed, self._notes.place(caller_line())))
             return private.with_layout(output, size=size, stride=stride)
@@ -209,6 +206,19 @@ class OpWatch(private.TorchDispatchMode):
     def _derives_from_inputs(self, closure: Sequence[fx.Node]) -> bool:
         """Whether nodes depend on no parameter."""
         return not any(n.op == "placeholder" and n.name not in self._notes.sources for n in closure)
+
+    def _real(self, closure: Sequence[fx.Node], wanted: fx.Node) -> torch.Tensor:
+        """What a closure computes for a node on the call's inputs, the buffers and the constants."""
+        constants = private.tracer_constants()
+
+        def source(node: fx.Node) -> torch.Tensor:
+            if node.op == "placeholder":  # the sample may be elsewhere than it will be
+                return self._notes.sources[node.name].to(node.meta["val"].device)
+            return getattr(constants, str(node.target))  # type: ignore[no-any-return]
+
+        # A constant may be written to while forward is traced. Results that stay as they are serve other closures.
+        changes = any(n.op == "get_attr" or written_nodes(n) for n in closure)
+        return computed(closure, [wanted], source, None if changes else self._known)[wanted]  # type: ignore[no-any-return]
 
     def _memory_sizes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         with self._recording.unwritten():
@@ -252,23 +262,17 @@ class OpWatch(private.TorchDispatchMode):
             # The branch that forward took when it ran. The boolean is copied, for it may be written to later.
             self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
             return bool(seen.value)
-        if _draws(closure):
+        if any(map(draws, closure)):
             raise UnsupportedModel(
                 f"control flow depends on random numbers: module {self._notes.module}, "
                 f"at {source}. Draw them outside of the model and pass them in"
             )
-        attributes = private.tracer_constants()
-        value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
+        value = self._real(closure, node).item()
         if seen is not None and seen.value != value:
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
-        number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.scalar_reads), value)
+        number = self._symbolic.number(len(self._notes.scalar_reads), value)
         varies = private.is_symbolic(number)
         self._notes.scalar_reads.append(Guard(node, None if varies else value, self._notes.place(source)))
         if varies:
             self._recording.bind_number(number, node)
         return number
-
-
-def _draws(closure: Sequence[fx.Node]) -> bool:
-    calls = (n for n in closure if n.op == "call_function")
-    return any(op_facts.draws_random_numbers(n.target, n.args, n.kwargs) for n in calls)

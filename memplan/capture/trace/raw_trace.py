@@ -70,19 +70,6 @@ def in_modes(autocast: Autocast, grad_mode: bool) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class GradientLayout:
-    """The layout of a gradient that arrives at an output."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(gradient: torch.Tensor) -> GradientLayout:
-        return GradientLayout(tuple(gradient.shape), tuple(gradient.stride()), gradient.dtype)
-
-
 def line_of_place(where: str) -> str:
     """The source line of a place in forward: "block.0 at net.py:3: x = ..." and "at net.py:3: x = ..." have one."""
     return where.partition("at ")[2]
@@ -192,7 +179,6 @@ class RawTrace(Noted):
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
-    - told: islands with the reason for each, in words.
     - handed: names that lines of forward only hand on to islands.
     """
 
@@ -207,7 +193,6 @@ class RawTrace(Noted):
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
-    told: tuple[str, ...] = ()
     handed: frozenset[NamedOn] = frozenset()
 
 
@@ -353,19 +338,13 @@ class TraceNotes(Noted):
         """A context that notes which module runs while each node is recorded. Other threads run theirs unnoted."""
         thread = threading.get_ident()
 
-        def enter(module: nn.Module, args: Any) -> None:
+        def note(module: nn.Module, begins: bool) -> None:
             if threading.get_ident() != thread:
                 return
             self._look_for_draws()
-            self.running.append(module)
-            if module in self.names:
-                self.spans.append((len(private.tracer_graph().nodes), self.where))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if threading.get_ident() != thread:
-                return
-            self._look_for_draws()
-            while self.running and self.running.pop() is not module:
+            if begins:
+                self.running.append(module)
+            while not begins and self.running and self.running.pop() is not module:
                 pass
             if module in self.names:
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
@@ -373,8 +352,8 @@ class TraceNotes(Noted):
         module, self.python_state = nn.modules.module, python_generators()
         with (
             noting_draws(self._look_for_draws),
-            module.register_module_forward_pre_hook(enter),
-            module.register_module_forward_hook(leave),
+            module.register_module_forward_pre_hook(lambda module, *_: note(module, True)),
+            module.register_module_forward_hook(lambda module, *_: note(module, False)),
         ):
             yield
 

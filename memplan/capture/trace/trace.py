@@ -23,6 +23,7 @@ from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
@@ -34,7 +35,7 @@ from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, Noted, RawTrace, TraceNotes
+from memplan.capture.trace.raw_trace import Answer, Autocast, Noted, RawTrace, TraceNotes
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
 from memplan.errors import UnsupportedModel
@@ -57,7 +58,7 @@ class TraceOptions:
       None: those of the device are.
     """
 
-    tangents: Mapping[int, GradientLayout] | None = None
+    tangents: Mapping[int, Layout] | None = None
     backward: Autocast | None = None
     seen: Sequence[Answer] | None = None
     varying: Varying = frozenset()
@@ -136,17 +137,10 @@ class _StepTrace:
         for index, name in enumerate(self._parameters):
             if name in request.shapes:
                 state[index] = torch.empty(request.shapes[name], dtype=state[index].dtype, device="meta")
-        symbolic = None
-        if request.varying:
-            moved_to = device if request.moves_inputs else None
-            symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
-            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
-        else:
-            inputs = [t.detach() for t in self._inputs]
-            if request.moves_inputs:
-                inputs = [t if t.device.type == device.type else t.to(device) for t in inputs]
-            if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
-                state, inputs = private.fakes_on(device, state, inputs)
+        moved_to = device if request.moves_inputs else None
+        symbolic = SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
+        symbols, count = symbolic.symbols, len(self._parameters)
+        state = [symbols.fixed_fake(t, device) for t in state]
 
         def watched(*args: Any) -> Any:
             with private.higher_order_ops_refused(watch.refuse_higher_order), watch:
@@ -166,12 +160,11 @@ class _StepTrace:
             self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
-            watch = OpWatch(self._notes, request.memo, request.memory, request.made, request.counted, symbolic)
+            watch = OpWatch(self._notes, request.memo, request.memory, request.made, symbolic, request.counted)
             try:
-                symbols = None if symbolic is None else symbolic.symbols
-                count = len(self._parameters)
-                graph_module = private.trace_with_fakes(watched, state[:count], state[count:], inputs, symbols=symbols)
-                if symbols is not None:
+                given = state[:count], state[count:], symbolic.tensors
+                graph_module = private.trace_with_fakes(watched, given, symbols, varies=bool(request.varying))
+                if request.varying:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
             except MemoryError:
                 raise
@@ -228,7 +221,8 @@ class _StepTrace:
             for t, real in zip(tensors, self._inputs, strict=True)
         ]
         call, state = self._request.call, {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
-        arguments = call.with_tensors(given)
+        filled = call.filled(given)
+        arguments = filled.variadic, filled.arguments
         parts = {name: private.part_here(tensor) for name, tensor in state.items()}
         real = {**self._parameters, **self._buffers}
         real |= {f"argument {name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
@@ -357,7 +351,7 @@ class _StepTrace:
 
     # -- what comes of it -------------------------------------------------------------------------------------------
 
-    def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs | None) -> RawTrace:
+    def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs) -> RawTrace:
         notes, names = self._notes, self._request.call.names
         assert notes.template is not None
         assert notes.boundary is not None
@@ -365,7 +359,7 @@ class _StepTrace:
         flat = list(returned.args[0])
         outputs, gradients = flat[: len(notes.requires_grad)], flat[len(notes.requires_grad) :]
         assert notes.boundary in graph_module.graph.nodes
-        notes.template.let_go(lambda size: size if symbolic is None else symbolic.returned(size))
+        notes.template.let_go(symbolic.returned)
         grad_inputs = [n for n, t in zip(names, self._inputs, strict=True) if t.requires_grad]
         wanted = [*(f"parameter {n}" for n in self._differentiated), *(f"input {n}" for n in grad_inputs)]
         return RawTrace(
@@ -377,10 +371,9 @@ class _StepTrace:
             outputs=tuple(outputs),
             gradients=dict(zip(wanted, gradients, strict=True)),
             layers=notes.layers(),
-            symbolic=symbolic,
+            symbolic=symbolic if self._request.varying else None,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
-            told=self._request.islands.told,
             handed=frozenset(self._islands.handed),
             **{one.name: getattr(notes, one.name) for one in fields(Noted)},
         )

@@ -19,9 +19,10 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
-from memplan.capture.trace.raw_trace import Autocast, GradientLayout
+from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
 from memplan.runtime.program.check import OtherBranch, refuse_capture, run_checked
@@ -84,7 +85,7 @@ class Runner:
         self.unlike = [island.title for island in islands if not island.alike]
         self._known_sizes = set() if self._sizes is None else {self._sizes.here}  # at which results are as traced
         self.watch: Observer | None = None
-        self.arrived: dict[int, GradientLayout] | None = None
+        self.arrived: dict[int, Layout] | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
         self._adds = bool(self.written.in_backward)
@@ -109,7 +110,7 @@ class Runner:
         """The backward programs, of which the second is for gradients of another layout."""
         variants = [traced for traced in (self._traced, self._capture.expanded) if traced is not None]
         pairs = [(planned_tangents(v), p.backward) for v, p in zip(variants, self.programs)]
-        return Backwards(pairs, self.outputs.names, self._capture.backward)
+        return Backwards(pairs, self.outputs.names, self._capture.options.backward)
 
     @functools.cached_property
     def _checked(self) -> Program:

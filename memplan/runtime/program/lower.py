@@ -228,8 +228,7 @@ class _Lowering(ProgramNodes):
         kwargs, reads = kernel.kwargs, kernel.reads
         if sizes is not None and index in sizes.kernels:  # numbers among them depend on sizes
             by_name = {node.name: node for node in kernel.node.all_input_nodes}
-            call = sizes.kernels[index]
-            args, kwargs = fx.map_arg((call.args, call.kwargs), lambda node: by_name[node.name])
+            args, kwargs = fx.map_arg(sizes.kernels[index], lambda node: by_name[node.name])
 
         def argument(thing: Any) -> Any:
             if isinstance(thing, Expression):

@@ -151,7 +151,7 @@ class ProgramNodes:
             base, sizes = self.look(parent, instance, value), self.traced.sizes
             call = (node.args, node.kwargs)
             if sizes is not None and node.name in sizes.nodes:
-                call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), self.number)
+                call = put(sizes.nodes[node.name], self.number)
             args, kwargs = fx.map_arg(call, lambda n: n if n.graph is self.side.graph else base)
             found = self.side.call(binding(node.target, node.args, node.kwargs), args, kwargs)
         instance[node] = found

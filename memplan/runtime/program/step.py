@@ -13,9 +13,9 @@ from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import Capture
 from memplan.capture.guards import OtherRead
 from memplan.capture.key import ModesKey, StepKey
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.errors import MemplanError, Refused
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
@@ -63,9 +63,9 @@ class PlannedStep:
         return self.planned if self.sized is None else self.sized.at(self.numbers(call))
 
     @property
-    def tangents(self) -> Mapping[int, GradientLayout] | None:
+    def tangents(self) -> Mapping[int, Layout] | None:
         """The gradients with which backward starts, by output, as far as one has run; None where none has."""
-        return self.runner.arrived or self.capture.tangents
+        return self.runner.arrived or self.capture.options.tangents
 
     @property
     def kind(self) -> int:
@@ -108,7 +108,7 @@ class PlannedStep:
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
                 table[key] = None
-        for position in self.capture.requiring:
+        for position in self.capture.options.requiring:
             call.tensors[position].requires_grad_()
         counters = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
         for table, key, added in counters:

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
 
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Evaluation, Numbers, TensorSizes, expressions_in
-from memplan.capture.trace.raw_trace import Autocast, GradientLayout
+from memplan.capture.trace.raw_trace import Autocast
 
 Tangents = dict[int, torch.Tensor]  # gradients that have arrived, by position of their output
 
 
-def layouts_of(tangents: Tangents) -> dict[int, GradientLayout]:
-    return {index: GradientLayout.of(tangent) for index, tangent in tangents.items()}
+def layouts_of(tangents: Tangents) -> dict[int, Layout]:
+    return {index: Layout.of(tangent) for index, tangent in tangents.items()}
 
 
-def planned_tangents(traced: Traced) -> Callable[[Numbers], Mapping[int, GradientLayout]]:
+def planned_tangents(traced: Traced) -> Callable[[Numbers], Mapping[int, Layout]]:
     """The layouts of the gradients that backward was captured for, by position of their output, at any sizes."""
-    planned, varying = dict[int, GradientLayout](), dict[int, TensorSizes]()
+    planned, varying = dict[int, Layout](), dict[int, TensorSizes]()
     for index, output in enumerate(traced.outputs):
         if output.tangent is not None:
             node = traced.tangent_nodes[output.tangent]
-            planned[index] = GradientLayout.of(node.meta["val"])
+            planned[index] = Layout.of(node.meta["val"])
             (size,) = (None,) if traced.sizes is None else traced.sizes.results.get(node.name, (None,))
             if size is not None:
                 varying[index] = size
     values = Evaluation(expressions_in(varying))
 
-    def at(numbers: Numbers) -> Mapping[int, GradientLayout]:
+    def at(numbers: Numbers) -> Mapping[int, Layout]:
         if not varying:
             return planned
         value, found = values.at(numbers), dict(planned)
         for index, size in varying.items():
             shape, stride = tuple(map(value, size.shape)), tuple(map(value, size.stride))
-            found[index] = dataclasses.replace(planned[index], shape=shape, stride=stride)
+            found[index] = planned[index]._replace(shape=shape, stride=stride)
         return found
 
     return at
@@ -51,7 +51,7 @@ class Backwards:
 
     def __init__(
         self,
-        programs: Sequence[tuple[Callable[[Numbers], Mapping[int, GradientLayout]], fx.GraphModule]],
+        programs: Sequence[tuple[Callable[[Numbers], Mapping[int, Layout]], fx.GraphModule]],
         outputs: Sequence[str],
         autocast: Autocast | None,
     ) -> None:

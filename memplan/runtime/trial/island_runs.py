@@ -23,7 +23,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
-from memplan.capture.attributes.tables import attributes_in_short, is_plain, own_generators
+from memplan.capture.attributes.tables import attributes_in_short, held_in, is_plain
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
@@ -81,7 +81,7 @@ class IslandRuns(private.RealOps):
         super().__init__()
         self._model, self._callables, self._given, self._device = model, callables, given, device
         self._parameters, self._own = list(model.parameters()), _own_things(model)
-        self._generators = own_generators(model)
+        self._generators = held_in(model, torch.Generator)
         self._names = {id(p): n for n, p in model.named_parameters()} if parts else {}  # found later, they become whole
         self._reasons, self._layers, self._parts = reasons, layers, parts
         self._calls: list[Island] = []

@@ -12,7 +12,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
-from memplan.capture.attributes.tables import held_tensors, own_generators
+from memplan.capture.attributes.tables import held_in
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
@@ -41,7 +41,7 @@ def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any]) -> Itera
             stack.callback(home.update, before)
             stack.callback(home.clear)
             home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
-        for generator in own_generators(model):
+        for generator in held_in(model, torch.Generator):
             stack.callback(generator.set_state, generator.get_state())
         stack.callback(writes.undo)
         stack.callback(torch.clear_autocast_cache)
@@ -73,7 +73,7 @@ class WritesUndone(private.RealOps):
         super().__init__()
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
-        tensors = [t for t in (*parameters, *call.tensors, *held_tensors(model)) if has_memory(t)]
+        tensors = [t for t in (*parameters, *call.tensors, *held_in(model, torch.Tensor)) if has_memory(t)]
         self._watched = {storage_key(t) for t in tensors if t.numel()}
         self._memory = KeptMemory()
 

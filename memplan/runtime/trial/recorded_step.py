@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
-from memplan.capture.attributes.tables import held_tensors, own_generators
+from memplan.capture.attributes.tables import held_in
 from memplan.capture.ops.layout import same_bits, strided_parts
 from memplan.capture.trace.call import (
     CallReader,
@@ -185,7 +185,7 @@ def _put(tensor: torch.Tensor, parts: Parts) -> None:
 
 
 def _contents(model: nn.Module) -> list[torch.Tensor]:
-    return [t for t in held_tensors(model) if not t.is_meta]
+    return [t for t in held_in(model, torch.Tensor) if not t.is_meta]
 
 
 def _run_backward(template: OutputTemplate, others: OtherLeaves) -> None:
@@ -210,7 +210,7 @@ def _generators(model: nn.Module) -> Iterator[tuple[str, Callable[[], Any], Call
         yield f"cuda:{index}", generator.get_state, generator.set_state
     yield "random", random.getstate, random.setstate
     yield "numpy.random", np.random.get_state, np.random.set_state
-    for index, own in enumerate(own_generators(model)):
+    for index, own in enumerate(held_in(model, torch.Generator)):
         yield f"generator {index} of the model", own.get_state, own.set_state
 
 

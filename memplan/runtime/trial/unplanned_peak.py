@@ -13,7 +13,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
-from memplan.capture.attributes.tables import is_plain, own_generators
+from memplan.capture.attributes.tables import held_in, is_plain
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
 from memplan.capture.trace.generators import python_generators, seed_all
@@ -106,7 +106,7 @@ def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
 
 def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """The states of all generators that forward may draw from."""
-    return (*generator_states(own_generators(model)), *map(str, held_rng(torch.device(call.device_type))))
+    return (*generator_states(held_in(model, torch.Generator)), *map(str, held_rng(torch.device(call.device_type))))
 
 
 def generator_states(own: Sequence[torch.Generator]) -> tuple[Any, ...]:
@@ -134,7 +134,7 @@ class KnownGenerators(private.RealOps):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._known = own_generators(model)
+        self._known = held_in(model, torch.Generator)
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for generator in [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Generator)]:
