@@ -49,11 +49,15 @@ def show(text: str) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """A context in which nothing is logged, because what is tried in it concerns nobody."""
-    before, log.disabled = log.disabled, True
+
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(nothing)  # and not `disabled`, which threads would restore in another order
     try:
         yield
     finally:
-        log.disabled = before
+        log.removeFilter(nothing)
 
 
 def show_count(what: str, done: int, total: int) -> None:

@@ -188,9 +188,10 @@ def test_gradients_of_any_layout_and_parameters_that_are_gone() -> None:
     assert gone() is None
 
 
-def test_the_sample_is_not_held() -> None:
+@pytest.mark.parametrize("dynamic", ["never", "all"])
+def test_the_sample_is_not_held(dynamic: str) -> None:
     net, sample = stack(0)
-    memplan.apply(net, sample, 0.75, costs="estimate")
+    memplan.apply(net, sample, 0.75, costs="estimate", dynamic=dynamic)
     gone = weakref.ref(sample)
     del sample
     gc.collect()

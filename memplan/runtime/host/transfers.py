@@ -136,7 +136,9 @@ class Transfers:
 
     def open(self, size_bytes: int) -> Slab:
         """A slab for one forward and its backward. Its memory comes back once nothing refers to the slab."""
-        self._settle([event for event, slab, *_ in self._kept.values() if slab() is None])  # of steps given up
+        self._settle(
+            [event for event, slab, *_ in self._kept.values() if slab() is None]
+        )  # of steps that were given up
         fitting = [i for i, memory in enumerate(self.slabs) if memory.numel() >= size_bytes]
         if fitting:
             memory = self.slabs.pop(min(fitting, key=lambda i: self.slabs[i].numel()))
@@ -151,8 +153,11 @@ class Transfers:
     def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
         """Begin a copy. Source and target are kept alive until it has been waited for."""
         event = self.streams.copy(direction, source, target)
-        self._kept[id(event)] = event, weakref.ref(slab), source, target
+        self._keep(slab, event, source, target)
         return Ticket(event, target)
+
+    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._kept[id(event)] = event, weakref.ref(slab), source, target
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """Let what is computed from here on wait for a copy. Gives its target."""
