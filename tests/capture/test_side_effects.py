@@ -412,3 +412,18 @@ def test_escaped_tensors_are_found_wherever_they_are() -> None:
         del tensors
     assert hidden["list"] == ["other"]
     assert not hasattr(hidden["object"], "aux")
+
+
+def test_tensors_that_autograds_thread_of_a_device_still_holds_have_not_escaped() -> None:
+    """That thread lets go of what it ran last a moment after backward has returned."""
+    made = MadeTensors()
+    with torch._subclasses.FakeTensorMode():
+        held = [torch.ones(3, device="cuda")]
+    made.note(held)
+    with made:
+        threading.Timer(0.1, held.clear).start()
+    with torch._subclasses.FakeTensorMode():
+        held.append(torch.ones(3, device="cuda"))
+    made.note(held)
+    with pytest.raises(memplan.UnsupportedModel, match="leaves tensors in a list"), made:
+        pass

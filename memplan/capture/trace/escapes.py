@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping
@@ -21,6 +22,8 @@ import torch
 from memplan import torch_private as private
 from memplan.capture.ops.ways import Never, Refusal
 from memplan.errors import UnsupportedModel
+
+_WAIT_S, _MOST_WAITS = 0.01, 50
 
 
 @contextlib.contextmanager
@@ -76,9 +79,16 @@ class MadeTensors:
 
         What was made while Python's collector was off is in its youngest generation, so only that is collected. A
         tensor without a holder is in autocast's cache, in a context of the caller.
+
+        Backward on a device runs in a thread of autograd's, which lets go of its last op a moment after backward has
+        returned: such tensors are waited for.
         """
         if self._there():
             gc.collect(0)
+        for _ in range(_MOST_WAITS):
+            if all(t.device.type == "cpu" for t in self._there()):
+                break
+            time.sleep(_WAIT_S)
         escaped = self._there()
         wanted: list[Any] = list(escaped)
         found, holders = list[Any](), list[Any]()
