@@ -88,6 +88,24 @@ def test_a_graph_has_the_calls_of_a_planned_step() -> None:
     step(model, x)
 
 
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")  # PyTorch says so of unplanned models, too
+def test_forward_and_backward_can_be_two_graphs() -> None:
+    """By PyTorch's own `make_graphed_callables`, which copies inputs in, and hands gradients out."""
+    model, x = planned("min", grads="edges")
+    with twin.recorded() as calls:
+        step(model, x)
+    work = sum(call.kind in WORK for call in calls)
+    model.zero_grad()
+    torch.cuda.make_graphed_callables(model, (x,))
+    step(model, x)
+    x = torch.randn_like(x)
+    with twin.recorded() as calls:
+        step(model, x)
+    graphs = [call.n for call in calls if call.kind == "graph"]
+    assert len(graphs) == 2 and sum(graphs) == work - 1  # the loss's own gradient is made outside
+    assert Counter(call.kind for call in calls)["kernel"] <= 2
+
+
 def test_a_graph_draws_as_many_random_numbers_as_a_step() -> None:
     model, x = planned(1.0, p=0.1)
     generator = torch.cuda.default_generators[0]
