@@ -67,7 +67,6 @@ class Capture:
 
     - traced: the step.
     - call: the call that it was captured with.
-    - reader: reads later calls as it read the sample.
     - key: tells which calls the step serves.
     - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
     - settled: Python attributes that the first eager forward sets and later ones leave.
@@ -81,7 +80,6 @@ class Capture:
 
     traced: Traced
     call: Call
-    reader: CallReader
     key: StepKey
     expanded: Traced | None
     settled: tuple[SetValue, ...]
@@ -144,8 +142,7 @@ def _capture(
     if planned_device.type not in ("cpu", "cuda"):
         raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
     run = forward if loss_fn is None else functools.partial(loss_fn, model)
-    reader = CallReader(run)
-    call = sample if isinstance(sample, Call) else reader.read_sample(sample)
+    call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
     refuse_odd_arguments(call)
     check_devices(call, planned_device, device is not None)
     refuse_hooks(model, loss_fn is not None, shards, islands)
@@ -184,7 +181,7 @@ def _capture(
     key.guard(traced, raw, call)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
-        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, options, answers, islands.told
+        traced, call, key, expanded, settled, counters, attributes.added_hooks, options, answers, islands.told
     )  # fmt: skip
 
 

@@ -254,7 +254,7 @@ class Bench:
 
     def _arguments(self, index: int) -> _Arguments:
         kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]
-        written = {self.traced.graph.values[v].reuses for v in op.outputs} | {e.old for e in op.effects}
+        written = self.traced.graph.overwritten(op)
         wanted = {_count_and_dtype(n.meta["val"]) for n in kernel.reads}
         self._spare, self._pool = [t for t in self._pool if (t.numel(), t.dtype) in wanted], []
         storages: dict[int, torch.Tensor] = {}

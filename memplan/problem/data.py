@@ -199,13 +199,14 @@ class Graph:
         touched = {v for v in (*op.inputs, *op.outputs) if self.values[v].fetched or not self.values[v].resident}
         return sum(self.values[v].size_bytes for v in touched if self.values[v].reuses not in touched)
 
+    def overwritten(self, op: Op) -> set[int]:
+        """Values that are gone once an op has run."""
+        return {v for o in op.outputs if (v := self.values[o].reuses) is not None} | {e.old for e in op.effects}
+
     def producers(self) -> tuple[int | None, ...]:
         """The op that writes each value, None for what is there from the start."""
-        found: list[int | None] = [None] * len(self.values)
-        for index, op in enumerate(self.ops):
-            for value in (*op.outputs, *(effect.new for effect in op.effects)):
-                found[value] = index
-        return tuple(found)
+        makers = {v: i for i, op in enumerate(self.ops) for v in (*op.outputs, *(e.new for e in op.effects))}
+        return tuple(map(makers.get, range(len(self.values))))
 
 
 Blocks = tuple[tuple[int, int], ...]  # (name, bytes) of blocks in the order of requests, (name, 0) where one is freed

@@ -166,7 +166,7 @@ class _Overlap:
         match step:
             case Compute(index):
                 op = self.graph.ops[index]
-                yield from (*op.inputs, *op.outputs, *self._overwritten(op))
+                yield from (*op.inputs, *op.outputs, *self.graph.overwritten(op))
                 yield from (effect.new for effect in op.effects)
             case SurfaceGrads(gradients):
                 yield from gradients
@@ -175,10 +175,6 @@ class _Overlap:
                 yield from self.graph.outputs
             case _ if (value := getattr(step, "value", None)) is not None:
                 yield value
-
-    def _overwritten(self, op: Op) -> set[int]:
-        taken = {self.graph.values[v].reuses for v in op.outputs} | {effect.old for effect in op.effects}
-        return {v for v in taken if v is not None}
 
     # -- what can move ----------------------------------------------------------------------------------------------
 
@@ -214,12 +210,12 @@ class _Overlap:
 
     def _only_reads(self, position: int, value: int) -> bool:
         op = self.ran.get(position)
-        return op is not None and value in op.inputs and value not in self._overwritten(op)
+        return op is not None and value in op.inputs and value not in self.graph.overwritten(op)
 
     def _is_plain(self, op: Op) -> bool:
         """Whether an op makes new values alone, and the same ones wherever it runs."""
         special = op.is_collective or op.random or op.stays
-        return not special and not self._overwritten(op)
+        return not special and not self.graph.overwritten(op)
 
     def _find_head(self, flight: _Flight) -> None:
         """Find what only feeds the collective, from its start backwards."""
@@ -232,7 +228,7 @@ class _Overlap:
             for value in self.ran[position].inputs:
                 feeding.update([p for p in self.making[value] if p < position][-1:])
             op = self.ran[position]
-            for value in (*op.outputs, *self._overwritten(op)):  # what an earlier run made is gone, and nobody reads it
+            for value in (*op.outputs, *self.graph.overwritten(op)):  # an earlier run's are gone, unread
                 earlier = [p for p in self.touching[value] if p < position]
                 flight.earliest = max([flight.earliest, *(p + 1 for p in earlier[-1:])])
             while feeding and not looked_at:
@@ -273,7 +269,7 @@ class _Overlap:
             reading = [p for p in reading if p != position]
             op, step = self.ran.get(position), self.steps[position]
             if op is not None:
-                plain = self._is_plain(op) or (op.is_asynchronous and not self._overwritten(op))
+                plain = self._is_plain(op) or (op.is_asynchronous and not self.graph.overwritten(op))
                 if len(tail) > _LONGEST or not plain or not made.issuperset(op.inputs):
                     return None
                 tail.add(position)

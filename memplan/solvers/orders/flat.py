@@ -6,7 +6,7 @@ bytes of both stand in two scalars.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -110,7 +110,8 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
         taken = tuple(t for v in op.outputs if (t := values[v].reuses) is not None)
         reads.append(tuple(dict.fromkeys(v for v in (*op.inputs, *taken) if tracked[v])))
         makes.append(tuple(v for v in op.outputs if not values[v].resident))
-    overwritten, gradients_of = set(_written_over(graph, graph.ops[: graph.boundary])), graph.gradients_of
+    overwritten = {v for op in graph.ops[: graph.boundary] for v in graph.overwritten(op)}
+    gradients_of = graph.gradients_of
     producer = [-1] * len(values)
     for index, row in enumerate(makes):
         for v in row:
@@ -180,18 +181,11 @@ def last_reads(flat: Flat) -> Ints:
     return found
 
 
-def _written_over(graph: Graph, ops: Sequence[Op]) -> Iterator[int]:
-    """Values that are gone once these ops have run."""
-    for op in ops:
-        yield from (v for o in op.outputs if (v := graph.values[o].reuses) is not None)
-        yield from (effect.old for effect in op.effects)
-
-
 def _rerunnable(
     graph: Graph, reads: Sequence[Sequence[int]], producer: Sequence[int], overwritten: set[int], later: Sequence[Op]
 ) -> list[bool]:
     """Forward ops that can run again at any time: nothing that they read is lost for good, to `later` ops or before."""
-    lost = overwritten | {v for v in _written_over(graph, later) if graph.values[v].resident}
+    lost = overwritten | {v for op in later for v in graph.overwritten(op) if graph.values[v].resident}
     found = [False] * len(graph.ops)
     for index, op in enumerate(graph.ops[: graph.boundary]):
         resident_lost = any(v in lost and graph.values[v].resident for v in op.inputs)

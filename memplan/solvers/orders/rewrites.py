@@ -103,10 +103,7 @@ def events_of(a: Arrays, order: Ints) -> Events:
                 start[a.made[e] + 1] += 1
                 if a.taken[a.made[e]] >= 0:
                     start[a.taken[a.made[e]] + 1] += 1
-    for v in range(len(a.size_bytes)):
-        start[v + 1] += start[v]
-    for op in range(len(a.time_s)):
-        ran_start[op + 1] += ran_start[op]
+    start, ran_start = np.cumsum(start), np.cumsum(ran_start)
     events = np.empty(start[-1], dtype=np.int64)
     ran = np.empty(ran_start[-1], dtype=np.int64)
     next_event, next_run = start[:-1].copy(), ran_start[:-1].copy()
@@ -132,16 +129,9 @@ def events_of(a: Arrays, order: Ints) -> Events:
 @kernel
 def _around(events: Events, value: int, position: int) -> tuple[int, int]:
     """The last event of a value before a position and the first one from there on, as in `Events`; -1 for none."""
-    low, high = events.start[value], events.start[value + 1]
-    end = high
-    while low < high:
-        middle = (low + high) // 2
-        if events.events[middle] < 4 * position:
-            low = middle + 1
-        else:
-            high = middle
-    before = events.events[low - 1] if low > events.start[value] else -1
-    return before, events.events[low] if low < end else -1
+    own = events.events[events.start[value] : events.start[value + 1]]
+    place = np.searchsorted(own, 4 * position)
+    return own[place - 1] if place > 0 else -1, own[place] if place < len(own) else -1
 
 
 @kernel
