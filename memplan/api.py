@@ -219,7 +219,7 @@ def apply(
                 planned.choice.add(step, time.monotonic() - began_s)
 
         # 4. The planned model's forward is put in the place of the model's own. `memplan.remove` undoes what 2. did.
-        if (before := planned_forward(model)) is not None:
+        if (before := planned_forward(model)) is not None:  # `_own_forward` has put it back
             before.uninstall()
             planned.undo = before.undo
         planned.undo.append(aside.pop_all().close)

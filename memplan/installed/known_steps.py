@@ -42,7 +42,7 @@ class KnownSteps:
         """Steps that serve a call, the most suitable first.
 
         Steps with a plan come first: their keys check the data on which forward branches, while unplanned steps serve
-        any data. Steps that count more than there is come last.
+        any data. Steps that leave room for gradients that are not there come last.
         """
         latest: dict[int, int] = {}  # steps of one capture, by which of all was used last
         for place, step in enumerate(self.all):

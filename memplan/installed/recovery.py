@@ -54,7 +54,10 @@ class Recovery:
             self._comparison = self._comparison or comparison
 
     def _rescue(self, step: PlannedStep, state: InFlight, tangents: Tangents, problem: Exception) -> Gradients:
-        """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward.
+        """Gradients of a forward whose backward failed, or can't begin.
+
+        The same plan runs backward, if it serves these gradients after all. Else forward runs again, and then backward:
+        by the same plan once memory is freed, or by another one.
 
         problem: a PlanMismatch if gradients arrive as they were not planned to.
         """
@@ -122,6 +125,8 @@ class Recovery:
         may_vary: Varying = frozenset(),
     ) -> PlannedStep | Refused:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
+
+        If no plan has that forward, it is one with another, and the caller has to refuse it.
 
         may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
         """

@@ -77,11 +77,11 @@ class Capturing:
         self._known.unfit[called] = why
         self._known.islands = NO_ISLANDS
 
-    def spare(self, sample: Sample | Call) -> bool:
-        """Have islands checkpoint their layers, or themselves, from now on. Gives whether they can, and did not before.
+    def checkpoint_islands(self, sample: Sample | Call) -> bool:
+        """Have islands checkpoint their layers, or themselves, from now on. True: capture the step again.
 
-        They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state. With
-        other ranks no step runs to see that: it would wait for them.
+        False if they can't, or do so already. They can if two steps run on the sample, one with checkpoints and one
+        without, give the same bits and leave the same state. With other ranks no step runs: it would wait for them.
         """
         paths = [called for called in self._known.islands.callables if isinstance(called, str)]
         found = list[str]()
@@ -127,6 +127,7 @@ class Capturing:
         - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
         captured = functools.partial(self._captured, sample, backward, seen, dry)
+        # All that may vary; without numbers that forward reads; without shapes that depend on data; this call's sizes.
         for sizes in dict.fromkeys((varying, without_numbers(varying), without_numbers(varying) - {FROM_DATA})):
             if not sizes or self._refused >= _MOST_TRIES:
                 continue

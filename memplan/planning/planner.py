@@ -55,7 +55,8 @@ class Planner:
     live, `capturing` knows when forward is run on the sample. grouped: other ranks plan the same steps.
 
     A refusal is returned in place of a plan or a step. `join`, and `step` with a `share`, raise it, because errors of
-    one rank are raised on all. `problem`, `adopt` and `is_same`, which no other step could replace, raise it too.
+    one rank are raised on all. `problem`, `adopt` and `is_same`, which no other step could replace, raise it too; but
+    `adopt` returns what `or_refusal` catches.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, settings: Settings, grouped: bool = False) -> None:
@@ -116,9 +117,9 @@ class Planner:
     ) -> tuple[Plan, Capture] | Refused:
         """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed."""
         while isinstance(captured, Capture):
-            if self.settings.budget != "min" or not self.capturing.spare(sample):
+            if self.settings.budget != "min" or not self.capturing.checkpoint_islands(sample):
                 plan = self._plans.plan(captured)
-                if not isinstance(plan, BudgetInfeasible) or not self.capturing.spare(sample):
+                if not isinstance(plan, BudgetInfeasible) or not self.capturing.checkpoint_islands(sample):
                     return plan if isinstance(plan, Refused) else (plan, captured)
             captured = capture()
         return captured
@@ -160,7 +161,10 @@ class Planner:
         return self._with_advice(found, sample) if isinstance(found, Refused) and not known else found
 
     def _with_advice(self, refusal: Refused, sample: Sample | Call) -> Refused:
-        """The refusal of a first plan. If nothing fits the budget, it says what would make it fit."""
+        """The refusal of a first plan. If nothing fits the budget, it says what would make it fit.
+
+        Each remedy is planned, so this may take several times as long as the plan.
+        """
         limit_bytes = self.limits.budget_bytes
         if not isinstance(refusal, BudgetInfeasible) or limit_bytes is None or self.settings.on_infeasible != "advise":
             return refusal
@@ -225,8 +229,6 @@ class Planner:
         if share is None:
             step = self._searched(sample, captured, capture)
             return self._or_unplanned(step, sample, known, captured.islands) if captured.islands else step
-        if captured.traced.sizes is not None:
-            return self._sized(self.capturing.at_largest(captured))
         return self._whole(captured, *self._shared(captured, known, share))
 
     def _searched(self, sample: Sample | Call, captured: Capture, capture: _CaptureAgain) -> PlannedStep | Refused:
@@ -247,7 +249,8 @@ class Planner:
         """The step of a capture with islands, or an unplanned one where no plan fits.
 
         With the budget "min" the step runs unplanned if that takes less. It may, if the layers that run differ from
-        step to step: an island around them then saves at one time what all of them save.
+        step to step: an island around them then saves at one time what all of them save. The budget is then one byte
+        less than such a plan needs.
         """
         unplanned = functools.partial(self._unplanned.step, sample, known, UnsupportedModel("; ".join(islands)))
         if isinstance(step, BudgetInfeasible):
@@ -339,7 +342,7 @@ class Planner:
                 "through .data, or make a plan without it"
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
-        if difference is not None and self.capturing.spare(sample):
+        if difference is not None and self.capturing.checkpoint_islands(sample):
             captured = or_raise(self.capturing.capture(sample))
             difference = first_difference(plan.problem.graph, captured.traced.graph)
         if self.settings.takes_any_size and self.placement.host_budget is None:

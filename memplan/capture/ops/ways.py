@@ -3,7 +3,7 @@
     raise Refusal("forward branches on computed data", TakeBranches([("layers.0",)]))
 
 A refusal may be raised deep in the user's forward, so it is an exception, and an `UnsupportedModel` if nobody helps.
-`planning/trace_loop.py` acts on ways of traces, `Planner.step` and `installed/recovery.py` on `OtherResults`.
+`planning/trace_loop.py` acts on most ways. Others do on those that come up elsewhere, and are named there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MakeIslands:
 
 @dataclass(frozen=True, slots=True)
 class MakeNoIsland:
-    """A call gave other tensors in this run than when it was looked at. called: a function or module."""
+    """A call gave other tensors than when it was looked at: see `Recovery.prepare_replan`. called: what was called."""
 
     called: Any
 
@@ -72,12 +72,14 @@ class LetRequireGrad:
 
 @dataclass(frozen=True, slots=True)
 class Never:
-    """The step can't run unplanned either."""
+    """The step can't run unplanned either: see `UnplannedSteps`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OtherResults:
     """Ops gave other results than were traced, or other bits in a second run than in the first.
+
+    See `once_more_where_results_differ` and, where that is found in a training step, `Recovery.prepare_replan`.
 
     - found: what ops gave, by signature of the call, as `ResultFacts`; empty if a trace could not have such results.
     - unsteady: keys of ops that gave other bits.
@@ -89,7 +91,7 @@ class OtherResults:
 
 @dataclass(frozen=True, slots=True)
 class RunsBackward:
-    """Forward runs a backward pass itself, so forward can't run without what that pass reads."""
+    """Forward runs a backward pass itself, so forward can't run without what that pass reads: see `one_forward`."""
 
 
 Way = MakeIslands | MakeNoIsland | TakeBranches | StateChanges | LetRequireGrad | OtherResults | Never | RunsBackward

@@ -52,7 +52,7 @@ class Runner:
     - unchecked: programs whose results are compared with the traced ones in their first run.
     - waiting: forwards, for their backward.
 
-    Whoever installs the step sets three more before it runs:
+    `Recovery.attend` (installed/recovery.py) sets three more before the step runs:
 
     - rescue: gives gradients where this program can't.
     - before_backward: called when a backward begins, with whether it is a further one through the same forward.
@@ -213,16 +213,14 @@ class Runner:
         return outputs, waiting
 
     def backward(self, state: InFlight, tangents: Tangents) -> Gradients:
-        """Run backward from the gradients of some outputs. Raises PlanMismatch where it was made for others.
-
-        Runs forward again where what it saved is gone. Raises RuntimeError where it can't.
-        """
+        """`gradients` without a rescue: raises PlanMismatch where backward was not planned for such gradients."""
         run = self.backwards.program_for(tangents, state.autocast, state.numbers)
         if isinstance(run, str):
             raise PlanMismatch(run)
         return self._backward(state, tangents, run)
 
     def _backward(self, state: InFlight, tangents: Tangents, run: fx.GraphModule) -> Gradients:
+        """Run a backward program. If what forward saved is gone, forward runs again, or RuntimeError says why not."""
         if state.spent:
             if (why := self.keeps_from_repeating(state)) is not None:
                 raise RuntimeError(
@@ -231,7 +229,8 @@ class Runner:
                     "once, or call memplan.remove(model) to train without a plan"
                 )
             return self.repeat(state, tangents, state.numbers)
-        run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
+        if state.program is not self.program:  # a first run at a size, which has one backward program
+            run = state.program.backward
         if state.returned is not None:
             state.returned(self.outputs, tangents)
         self.store.begin(self._constants[0])

@@ -93,7 +93,7 @@ class SizedPlan:
         return shrunk(fits) if fits else None
 
     def _growth(self, numbers: Numbers) -> float:
-        """How many times as large as planned values are at most at these sizes; 1 where all are smaller."""
+        """The largest growth of a value over its planned size; at least 1."""
         return float(np.max(self._bytes_of_kinds(numbers) / np.maximum(self._planned_bytes, 1), initial=1.0))
 
     def _bytes_of_kinds(self, numbers: Numbers) -> Any:
