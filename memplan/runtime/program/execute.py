@@ -202,8 +202,8 @@ class Runner:
         watched += [(f"output {self.outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs]
         read = [(f"input {i}", tensor) for i, tensor in enumerate(inputs)]
         state = Watched.named(program.backward_state, self.store)
-        in_backward = frozenset(program.backward_state)
-        others = [n for n in self.store if n not in in_backward and n not in self.written.buffers]
+        noted = {*program.backward_state, *self.written.buffers}
+        others = [n for n in self.store if n not in noted]
         start.read.extend([Watched.of(read, self._constants[1]), state, Watched.named(others, self.store)])
         decided = [outputs[i] for i in self._decisions]
         to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
