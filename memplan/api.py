@@ -137,8 +137,8 @@ def apply(
         all of them, with schedules for long and short calls, and each call takes the fastest that fits at its own
         sizes. "auto": those in which the first two calls differ. A dict says which, and how far: {"input_ids": {1: (8,
         4096)}}; it is planned for the largest. "all": every size. "never": each size gets a plan of its own. It
-        does too with fused kernels, sharded parameters, update="backward" or group=, and where forward itself depends
-        on a size.
+        does too with fused kernels, sharded parameters or update="backward", and where forward itself depends on a
+        size.
     - on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     - on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" runs the step again

@@ -94,9 +94,9 @@ class StepChoice:
             if why is not None:
                 self._tell_of_gradients(why)
         if self.agreement is None:
-            step = self._known_step(call) or step_or_raise(self._planned(call))
+            step = self._known_step(call) or step_or_raise(self._plan_call(call))
         else:
-            step = self._agreed(call, self.agreement, lambda share: step_or_raise(self._planned(call, share)))
+            step = self._agreed(call, self.agreement, lambda share: step_or_raise(self._plan_call(call, share)))
         if self.planner.settings.in_flight == 1 and isinstance(step, PlannedStep):
             limit_bytes = self.planner.limits.budget_bytes
             self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, limit_bytes))
@@ -104,7 +104,7 @@ class StepChoice:
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:
         """The step that goes on with this call in the place of `before`."""
-        return self.in_place_of(before, self._known_step(call) or step_or_raise(self._planned(call)))
+        return self.in_place_of(before, self._known_step(call) or step_or_raise(self._plan_call(call)))
 
     def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], ServingStep]) -> ServingStep:
         """The step that this rank runs, or prepares while other ranks do. plan: makes one where there is none."""
@@ -131,7 +131,7 @@ class StepChoice:
             step = min(serving, key=lambda step: 0.0 if step.plan is None else step.plan.time_s, default=None)
         return None if step is None else self.known.use(step)
 
-    def _planned(self, call: Call, share: Share | None = None) -> ServingStep | Refused:
+    def _plan_call(self, call: Call, share: Share | None = None) -> ServingStep | Refused:
         """A new step, or why there is none. With gradients of earlier steps there, its plan counts them if one can.
 
         share: exchanges plans with the other ranks of a group. Raises PlanMismatch if plans may not change.

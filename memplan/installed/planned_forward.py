@@ -110,7 +110,7 @@ class PlannedForward:
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, PlannedStep) and not step.runner.written.for_good
-            again = not again and self.recovery.frees_memory(problem, repeats)
+            again = not again and self.recovery.free_memory(problem, repeats)
             if not again:
                 self.recovery.prepare_replan(problem, step, repeats)
                 step = self.choice.another(call, step)

@@ -69,7 +69,7 @@ class Recovery:
                     return step.runner.backward(state, tangents)
                 why = step.runner.keeps_from_repeating(state) if changed is None else f"since then {changed}"
                 repeats = why is None
-                again = not again and self.frees_memory(problem, repeats)
+                again = not again and self.free_memory(problem, repeats)
                 if again:
                     other = step
                 elif not isinstance(problem, PlanMismatch):
@@ -145,8 +145,8 @@ class Recovery:
         choice.add(other)
         return other
 
-    def frees_memory(self, problem: Exception, repeats: bool) -> bool:
-        """Whether a step that ran out of memory may run once more as it is. Memory that nothing holds is freed first.
+    def free_memory(self, problem: Exception, repeats: bool) -> bool:
+        """Free memory that nothing holds, if a step that ran out of memory may run once more as it is. Gives whether.
 
         repeats: the step can run once more. With other ranks it may not, for it may have collectives in it.
         """

@@ -18,7 +18,7 @@ from memplan.units import format_bytes
 class Limits:
     """The budget of all steps of one model.
 
-    - budget_bytes: the budget in bytes. None until the first plan has told what a budget that is a fraction comes to.
+    - budget_bytes: the budget in bytes. None until the first plan.
     - learnt: how much more than predicted the model has been seen to hold on its device, as a fraction. Later processes
       read it from disk.
     - after_error: a larger margin, in this process, because a step ran out of memory.
@@ -53,7 +53,7 @@ class Limits:
         return budget is None or device_bytes(budget) is not None
 
     def fix_budget(self, unplanned_bytes: int, resident_bytes: int, floor_bytes: int) -> int:
-        """The budget in bytes, which is fixed from now on. The figures are of the step that is being planned.
+        """The budget in bytes. It stays until a method here changes it. The figures are of the step that is planned.
 
         With on_infeasible="min" it is at least `floor_bytes`.
         """

@@ -55,8 +55,8 @@ class Planner:
     live, `capturing` knows when forward is run on the sample. grouped: other ranks plan the same steps.
 
     A refusal is returned in place of a plan or a step. `join`, and `step` with a `share`, raise it, because errors of
-    one rank are raised on all. `problem`, `adopt` and `is_same`, which no other step could replace, raise it too; but
-    `adopt` returns what `or_refusal` catches.
+    one rank are raised on all. `problem`, `adopt` and `is_same`, which no other step could replace, raise it too.
+    Where ops are timed in it, `adopt` returns an op without room, and other results than were traced.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, settings: Settings, grouped: bool = False) -> None:
@@ -137,8 +137,8 @@ class Planner:
         """A step that serves calls like this one.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
-        - share: exchanges plans with the other ranks of a group. A step for many sizes needs none, unless parameters
-          are sharded.
+        - share: exchanges plans with the other ranks of a group. A step for many sizes each rank plans by itself; with
+          sharded parameters there are none.
         - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
