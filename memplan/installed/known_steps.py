@@ -59,8 +59,7 @@ class KnownSteps:
 
     def mismatch(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
-        declined = next((why for other, why in self.declined if other is step), None)
-        if (why := declined or self._other_kind(step, call, mismatches)) is not None:
+        if (why := self._other_kind(step, call, mismatches)) is not None:
             return why
         limit_bytes, peak_bytes = self._limits.budget_bytes, step.peak_bytes(call)
         if isinstance(step, PlannedStep) and step.sized is not None and peak_bytes is not None:
@@ -73,7 +72,8 @@ class KnownSteps:
     def _other_kind(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
         """Why a call is not of the kind that a step is for. mismatches: so far, of all that share a key."""
         if step.kind not in mismatches:
-            mismatches[step.kind] = step.mismatch(call)
+            declined = (why for other, why in self.declined if other.kind == step.kind)
+            mismatches[step.kind] = next(declined, None) or step.mismatch(call)
         return mismatches[step.kind]
 
     def of_same_kind(self, call: Call, mismatches: Mismatches) -> Iterator[PlannedStep]:

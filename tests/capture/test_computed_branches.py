@@ -75,6 +75,21 @@ def test_every_way_through_the_model_has_eagers_bits(norm: bool) -> None:
     assert 1 < len(plans(net)) < 5 and all(isinstance(plan, memplan.Plan) for plan in plans(net))
 
 
+@pytest.mark.parametrize("zeroed", [True, False])
+@pytest.mark.parametrize("norm", [False, True])
+def test_branches_that_change_with_the_length(norm: bool, zeroed: bool) -> None:
+    """A plan for all sizes of a branch is none for the other branch, however its key fits the call."""
+    net, planned = twins(lambda: Guarded(norm))
+    applied(planned, batch())
+    for seed, (scale, rows) in enumerate([(1, 64), (40, 48), (40, 40), (1, 40), (40, 24), (1, 24), (40, 72), (1, 72)]):
+        for one in (net, planned):
+            torch.manual_seed(seed)
+            if zeroed:
+                one.zero_grad()
+            one(batch(scale, seed, rows)).backward()
+        assert_same_bits([p.grad for p in net.parameters()], [p.grad for p in planned.parameters()])
+
+
 def test_planning_leaves_no_trace() -> None:
     net, plain = twins(lambda: Guarded(norm=True))
     torch.manual_seed(11)
