@@ -13,6 +13,7 @@ import math
 import operator
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -43,14 +44,18 @@ class FixedSize(UnsupportedModel):
 
 
 class SymbolEnv(ShapeEnv):
-    """A `ShapeEnv` that says at once where a symbol becomes a number: `fixed(symbol, number)` is called there."""
+    """A `ShapeEnv` that says at once where a symbol becomes a number: `fixed(symbol, number)` is called there.
 
-    fixed: Callable[[str, int], None]
+    PyTorch keeps environments in caches. The method of a trace is held weakly, or the trace and its model would stay.
+    """
+
+    fixed: weakref.WeakMethod[Callable[[str, int], None]]
 
     def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
         super()._set_replacement(a, tgt, msg)
         if self.replacements.get(a) is not None and not self.replacements[a].free_symbols:
-            self.fixed(str(a), int(self.replacements[a]))
+            if (fixed := self.fixed()) is not None:
+                fixed(str(a), int(self.replacements[a]))
 
 
 class Symbols:
@@ -61,9 +66,9 @@ class Symbols:
     """
 
     def __init__(self, fixed: Callable[[str, int], None]) -> None:
-        """fixed: called with a symbol and its number where PyTorch comes to depend on the number."""
+        """fixed: a method that is called with a symbol and its number where PyTorch comes to depend on the number."""
         self._env = SymbolEnv()
-        self._env.fixed = fixed
+        self._env.fixed = weakref.WeakMethod(fixed)
         self._symbols: list[sympy.Symbol] = []
         self.values: list[int] = []
         self._text: dict[Any, str] = {}

@@ -198,6 +198,53 @@ def test_the_sample_is_not_held(dynamic: str) -> None:
     assert gone() is None
 
 
+class Masked(nn.Module):
+    """Its loss is of some rows, and how many those are depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = labels != -100
+        return nn.functional.cross_entropy(self.layer(x)[rows], labels[rows])
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        return nn.functional.cross_entropy(hidden * 2 if hidden.sum() > 0 else hidden, labels)
+
+
+@pytest.mark.parametrize("dynamic", ["never", "auto"])
+@pytest.mark.parametrize("kind", [Masked, Branching])
+def test_a_model_goes_with_its_plan_and_a_sample_before(kind: type[nn.Module], dynamic: str) -> None:
+    """PyTorch's caches hold environments of symbols, and those must not lead to what was traced."""
+    net = kind()
+    x, labels = torch.randn(40, 64), torch.randint(0, 16, (40,))
+    labels[::3] = -100
+    gone = weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        memplan.apply(net, (x, labels), 1.0, costs="estimate", dynamic=dynamic)
+        del x
+        assert gone() is None
+    finally:
+        gc.enable()
+    for rows in (30, 20):
+        net(torch.randn(rows, 64), labels[:rows]).backward()
+    gone = weakref.ref(net.layer.weight)  # type: ignore[arg-type, union-attr]
+    memplan.remove(net)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
 def test_with_accumulate_nothing_is_planned_again() -> None:
     net, sample = MODELS["gpt2"](0)
     memplan.apply(net, sample, 0.8, costs="estimate", accumulate=True)

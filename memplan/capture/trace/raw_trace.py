@@ -196,7 +196,7 @@ class RawTrace(Noted):
     handed: frozenset[NamedOn] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass
 class TraceNotes(Noted):
     """What the traced function notes while it runs.
 

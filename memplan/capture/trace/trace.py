@@ -360,7 +360,7 @@ class _StepTrace:
         outputs, gradients = flat[: len(notes.requires_grad)], flat[len(notes.requires_grad) :]
         assert notes.boundary in graph_module.graph.nodes
         notes.template.let_go(symbolic.returned)
-        notes.sources.clear()  # the fakes of a trace, which stay, lead to these notes
+        notes.sources.clear()  # islands among the outputs may lead to these notes
         grad_inputs = [n for n, t in zip(names, self._inputs, strict=True) if t.requires_grad]
         wanted = [*(f"parameter {n}" for n in self._differentiated), *(f"input {n}" for n in grad_inputs)]
         return RawTrace(
