@@ -161,10 +161,7 @@ class Planner:
         return self._with_advice(found, sample) if isinstance(found, Refused) and not known else found
 
     def _with_advice(self, refusal: Refused, sample: Sample | Call) -> Refused:
-        """The refusal of a first plan. If nothing fits the budget, it says what would make it fit.
-
-        Each remedy is planned, so this may take several times as long as the plan.
-        """
+        """The refusal of a first plan. If nothing fits the budget, remedies are planned, and it says which would."""
         limit_bytes = self.limits.budget_bytes
         if not isinstance(refusal, BudgetInfeasible) or limit_bytes is None or self.settings.on_infeasible != "advise":
             return refusal

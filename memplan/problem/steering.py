@@ -235,6 +235,10 @@ class _Leader:
             wishes = self._other_places(events)
         self.tries -= len(tried) - 1
         outside_bytes, attempt, offsets = min(tried, key=lambda one: (one[0], one[2] is None))
+        if outside_bytes:
+            self.missed.add(index)
+            outside_bytes += sum(int(self.size[self.index[name]]) for name, at in self.places.items() if at is None)
+            self.outside_bytes = max(self.outside_bytes, outside_bytes)
         self.holes, self.places = attempt.holes, attempt.places
         if offsets is not None:
             self.offsets = offsets
@@ -247,10 +251,6 @@ class _Leader:
                 self.plugs[offset] = size_bytes
             else:
                 del self.plugs[offset]
-        if outside_bytes:
-            self.missed.add(index)
-            outside_bytes += sum(int(self.size[self.index[name]]) for name, at in self.places.items() if at is None)
-            self.outside_bytes = max(self.outside_bytes, outside_bytes)
         return attempt.moves
 
     def _attempt(self, wishes: dict[int, int], events: Sequence[Request | Release]) -> _Attempt:

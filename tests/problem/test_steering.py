@@ -177,6 +177,17 @@ def test_what_an_arena_is_asked_for_comes_to_the_peak(problem: Problem) -> None:
     assert peak_bytes - elsewhere_bytes <= alive_bytes <= peak_bytes
 
 
+def test_blocks_without_a_place_count_once() -> None:
+    """10 MiB in an arena of 20, then 40 and 50 that fit nowhere."""
+    moments: list[Moment] = [
+        (0, (Request(0, 10 * MIB),)), (1, (Request(1, 40 * MIB),)), (2, (Request(2, 50 * MIB),)),
+        (3, (Release(1), Release(2))), (4, (Release(0),)),
+    ]  # fmt: skip
+    leader = _Leader(20 * MIB, True, _live_ranges(moments), [0, 0, 0])
+    leader.run(moments)
+    assert leader.missed == {1, 2} and leader.outside_bytes == 90 * MIB
+
+
 def test_what_the_caller_holds_is_outside() -> None:
     step = PROBLEMS["unet"]
     schedule = schedules(step)[0]

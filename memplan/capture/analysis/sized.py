@@ -17,7 +17,7 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.draft import tensor_in
-from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
+from memplan.capture.analysis.traced import Kernel, Made, MetaTensor, Traced
 from memplan.capture.ops.real_results import signature
 from memplan.capture.ops.sizes import (
     CallSizes,
@@ -121,7 +121,8 @@ def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
         if (call := sizes.kernels.get(index)) is not None:
             args, kwargs = fx.map_arg(put(call, value), lambda n: by_name[n.name])
             repeat_args = args
-        reads, made = copy.deepcopy((old.reads, old.made), copies)
+        reads = {new[n]: v for n, v in old.reads.items()}
+        made = tuple(Made(new[m.node], m.index, m.value) for m in old.made)
         kernels.append(Kernel(new[old.node], old.target, args, kwargs, reads, made, repeat_args))
     value_bytes = sizes.bytes_of(sizes.values, numbers)
     about_nodes = {name: copy.deepcopy(getattr(traced, name), copies) for name in _ABOUT_NODES}

@@ -77,9 +77,7 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class OtherResults:
-    """Ops gave other results than were traced, or other bits in a second run than in the first.
-
-    See `once_more_where_results_differ` and, where that is found in a training step, `Recovery.prepare_replan`.
+    """Ops gave other results than were traced, or other bits in a second run: see `once_more_where_results_differ`.
 
     - found: what ops gave, by signature of the call, as `ResultFacts`; empty if a trace could not have such results.
     - unsteady: keys of ops that gave other bits.

@@ -79,13 +79,10 @@ class MadeTensors:
 
         What was made while Python's collector was off is in its youngest generation, so only that is collected. A
         tensor without a holder is in autocast's cache, in a context of the caller.
-
-        Backward on a device runs in a thread of autograd's, which lets go of its last op a moment after backward has
-        returned: such tensors are waited for.
         """
         if self._there():
             gc.collect(0)
-        for _ in range(_MOST_WAITS):
+        for _ in range(_MOST_WAITS):  # autograd's thread of a device lets go of its last op after backward has returned
             if all(t.device.type == "cpu" for t in self._there()):
                 break
             time.sleep(_WAIT_S)
