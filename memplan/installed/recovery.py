@@ -126,8 +126,7 @@ class Recovery:
     ) -> PlannedStep | Refused:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
 
-        If no plan has that forward, it is one with another, and the caller has to refuse it.
-
+        The caller refuses one with another forward, which comes where no plan has that one.
         may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
         """
         choice, layouts, seen = self._choice, layouts_of(tangents), step.capture.answers

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import memplan
 from memplan.errors import BudgetInfeasible
 from memplan.installed.planned_forward import planned_forward
+from memplan.solvers.offload.copies import movables_of
 from tests.support.meter import LiveMeter
 from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, call, loss_of, run_steps
@@ -564,6 +565,18 @@ def test_other_features(options: dict[str, Any]) -> None:
             each.zero_grad()
             (each(rows()) if loss_fn is None or each is net else loss_fn(each, rows())).sum().backward()
     assert_same_bits({n: p.grad for n, p in plain.named_parameters()}, {n: p.grad for n, p in net.named_parameters()})
+
+
+def test_what_stands_for_the_graph_of_an_island_is_not_offloaded() -> None:
+    """Backward finds that graph by the very tensor that the forward op gave, which no copy of it is."""
+    net = nn.Sequential(Inside(Reads()), nn.Flatten(0))
+    problem = memplan.plan(
+        net, rows(), "1GiB", costs="estimate", host_budget="1GiB", link=memplan.Link(1e10, 1e10)
+    ).problem
+    movable, ops = movables_of(problem).movable, problem.graph.ops
+    tickets = {op.outputs[-1] for op in ops if op.is_island}
+    assert tickets and not movable[[*tickets]].any() and movable.any()
+    assert {problem.graph.values[v].size_bytes for v in tickets} == {8}
 
 
 def test_under_autocast() -> None:

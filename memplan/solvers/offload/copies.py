@@ -86,6 +86,7 @@ def movables_of(problem: Problem) -> Movables:
     size_bytes = np.array([v.size_bytes for v in values], dtype=np.int64)
     sharded = np.array([v.home == "sharded" for v in values], dtype=np.bool_)
     fetched = np.array([v.fetched for v in values], dtype=np.bool_)
+    objects = {op.outputs[-1] for op in ops if op.is_island}  # these stand for Python objects, as no copies of them do
     out_s, in_s = np.zeros(len(values)), np.zeros(len(values))
     if link is not None:
         out_s = link.latency_s + size_bytes / link.to_host_bytes_per_s
@@ -96,7 +97,7 @@ def movables_of(problem: Problem) -> Movables:
         read_start, read, made_start, made,
         taken=np.array([-1 if v.reuses is None else v.reuses for v in values], dtype=np.int64),
         size_bytes=size_bytes,
-        movable=(fetched | (link is not None)) & ~np.array([v.held for v in values], dtype=np.bool_),
+        movable=(fetched | (link is not None)) & [not v.held and i not in objects for i, v in enumerate(values)],
         fetched=fetched,
         lasting=np.array([v.lasting and problem.in_flight == 1 for v in values], dtype=np.bool_),
         leaves=np.array([v.home == "host" and not v.fetched for v in values], dtype=np.bool_),
