@@ -137,7 +137,7 @@ class Planner:
         """A step that serves calls like this one.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
-        - share: exchanges plans with the other ranks of a group. A step for many sizes each rank plans by itself; with
+        - share: exchanges plans with the other ranks of a group. Each rank plans steps for many sizes on its own; with
           sharded parameters there are none.
         - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
