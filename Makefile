@@ -76,7 +76,7 @@ TWIN := .venv-twin
 TWIN_STAMP := $(TWIN)/.installed
 
 test-twin: $(TWIN_STAMP)
-	$(TWIN)/bin/python -m pytest -m twin tests/cuda_twin
+	$(TWIN)/bin/python -m pytest -m twin tests/cuda_twin tests/problem/test_caching_allocator.py
 
 twin-table: $(TWIN_STAMP)
 	$(TWIN)/bin/python -m tests.cuda_twin.table

@@ -36,6 +36,7 @@ class Problems:
 
     def __init__(self, model: nn.Module, settings: Settings, limits: Limits, placement: Placement) -> None:
         self.model, self.settings, self.limits, self.placement = model, settings, limits, placement
+        self._before: tuple[bool, int] | None = None  # as in `Requests`, of the time before the first step
 
     def problem(self, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
@@ -249,4 +250,9 @@ class Problems:
         if not on_paper and (traced.device.type != "cuda" or not private.pytorch_allocates()):
             return None
         expandable = on_paper or private.segments_expand()
-        return Requests(expandable, self._workspaces(traced), optimizer.requests, self.settings.arena)
+        if self._before is None:  # steps leave holes that they use again
+            fixed, stranded_bytes = (False, 0) if on_paper else private.reserved_before(traced.device)
+            self._before = expandable and fixed, stranded_bytes
+        return Requests(
+            expandable, self._workspaces(traced), optimizer.requests, self.settings.arena, *self._before
+        )  # fmt: skip

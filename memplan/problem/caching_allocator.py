@@ -31,6 +31,7 @@ _ADDRESS_SPACE_BYTES = 1 << 46  # of one expandable segment: more than any devic
 class _Chunk:
     """A range of a segment.
 
+    - expands: the segment is an expandable one.
     - free: nobody holds it. mapped: there is memory behind it (always, but in expandable segments).
     - before, after: neighbours in the segment.
     """
@@ -38,6 +39,7 @@ class _Chunk:
     address: int
     size_bytes: int
     pool: _Pool
+    expands: bool = False
     free: bool = True
     mapped: bool = True
     before: _Chunk | None = None
@@ -91,10 +93,10 @@ class CachingAllocator:
     def __init__(self, expandable: bool = False, limit_bytes: int | None = None) -> None:
         """An allocator that has reserved nothing.
 
-        - expandable: the setting `expandable_segments`.
+        - expandable: the setting `expandable_segments`, which may change.
         - limit_bytes: the most that it may reserve, as `torch.cuda.set_per_process_memory_fraction` sets it.
         """
-        self._expandable, self._limit = expandable, limit_bytes
+        self.expandable, self._limit = expandable, limit_bytes
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._held: dict[int, _Chunk] = {}
         self._end = SMALL_SEGMENT_BYTES  # of all segments so far
@@ -123,7 +125,7 @@ class CachingAllocator:
             self.refused += 1
             return 0
         left = block.size_bytes - size
-        if left >= MIN_BLOCK_BYTES if small or self._expandable else left > SMALL_BYTES:  # `should_split`
+        if left >= MIN_BLOCK_BYTES if small or self.expandable else left > SMALL_BYTES:  # `should_split`
             pool.put(self._cut(block, size))
         block.free = False
         self._held[block.address] = block
@@ -156,7 +158,7 @@ class CachingAllocator:
         for pool in sorted(self._pools.values(), key=lambda pool: pool.small):
             for _, address in list(pool.free):
                 block = pool.at[address]
-                if self._expandable:
+                if block.expands:
                     self._unmap(block)
                 elif block.before is None and block.after is None:
                     pool.take(block)
@@ -180,7 +182,7 @@ class CachingAllocator:
         if index == len(pool.free):
             return None
         block = pool.at[pool.free[index][1]]
-        if self._expandable:
+        if self.expandable:
             while index + 1 < len(pool.free):
                 other = pool.at[pool.free[index + 1][1]]
                 if _growable_bytes(other) >= _growable_bytes(block):
@@ -192,7 +194,8 @@ class CachingAllocator:
     def _cut(self, block: _Chunk, size: int) -> _Chunk:
         """Shorten a block to this size; returns the rest, a block of its own. (`alloc_found_block`)"""
         rest = _Chunk(
-            block.address + size, block.size_bytes - size, block.pool, True, block.mapped, block, block.after
+            block.address + size, block.size_bytes - size, block.pool, block.expands, True, block.mapped, block,
+            block.after,
         )  # fmt: skip
         if block.after is not None:
             block.after.before = rest
@@ -219,7 +222,7 @@ class CachingAllocator:
         segment_bytes = SMALL_SEGMENT_BYTES if pool.small else _large_segment_bytes(size)
         if self._limit is not None and self.reserved_bytes + segment_bytes > self._limit:
             return None
-        if not self._expandable:
+        if not self.expandable:
             self._grow(segment_bytes)
             return _Chunk(self._place(segment_bytes), segment_bytes, pool)
         block = self._room(pool, size)  # pages are mapped where they are missing (`try_allocate_expandable_block`)
@@ -239,7 +242,7 @@ class CachingAllocator:
         It is the lowest unmapped block, with the free one before it, behind which enough is free or unmapped.
         """
         if not pool.unmapped:
-            pool.put(_Chunk(self._place(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES, pool, mapped=False))
+            pool.put(_Chunk(self._place(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES, pool, expands=True, mapped=False))
         for address in pool.unmapped:
             first = pool.at[address]
             if first.before is not None and first.before.free:

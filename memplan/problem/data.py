@@ -251,9 +251,7 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection between device and host memory.
-
-    Both directions run at once at full speed, as they do on a PCI Express link.
+    """The connection between device and host memory. Both directions run at once at full speed, as on PCI Express.
 
     - to_host_bytes_per_s, to_device_bytes_per_s: speed of each direction.
     - latency_s: seconds that each copy takes on top.
@@ -323,15 +321,18 @@ class Requests:
 
     - expandable: its setting `expandable_segments`.
     - workspaces: bytes of each that libraries keep.
-    - update: what the optimizer's first step asks for. What it does not free is its state. Later steps ask for the
-      rest.
+    - update: what the optimizer's first step asks for. What it does not free is state. Later steps ask for the rest.
     - arena: a step may have an arena, in which each block has a place that is planned.
+    - expanded_late: segments expand, and did not when parameters and inputs came.
+    - stranded_bytes: reserved then, and free between blocks that stay, so that nobody gives it back.
     """
 
     expandable: bool = False
     workspaces: tuple[int, ...] = ()
     update: Blocks = ()
     arena: bool = True
+    expanded_late: bool = False
+    stranded_bytes: int = 0
 
     @property
     def state(self) -> dict[int, int]:

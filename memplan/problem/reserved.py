@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
-from memplan.problem.data import Problem, Requests
+from memplan.problem.data import Graph, Problem, Requests
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
@@ -25,9 +25,9 @@ _ARENA = 1  # the stream that stands for it
 def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:
     """The most that the allocator reserves in a training loop, in bytes.
 
-    The loop begins with an allocator that has reserved nothing. Each step's inputs arrive while those of the step
-    before are there; gradients are freed at its end. Outputs go then, or all but the loss before backward, as in
-    `loss = model(**batch).loss`: whichever reserves more.
+    The loop begins with parameters and inputs, and what the process had stranded before. Each step's inputs arrive
+    while those of the step before are there; gradients are freed at its end. Outputs go then, or all but the loss
+    before backward, as in `loss = model(**batch).loss`: whichever reserves more.
 
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
@@ -37,7 +37,16 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
         allocator = CachingAllocator(expandable)
         _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
         found.append(allocator.peak_reserved_bytes)
-    return max(found)
+    return max(found) + _stranded_bytes(problem, expandable)
+
+
+def _stranded_bytes(problem: Problem, expandable: bool) -> int:
+    """What the process had stranded before the loop, beyond what is free where the replay begins."""
+    stranded_bytes = problem.requests.stranded_bytes if problem.requests is not None else 0
+    allocator = CachingAllocator(expandable)
+    if stranded_bytes:
+        _begin(problem, _Heap(allocator))
+    return max(0, stranded_bytes - (allocator.reserved_bytes - allocator.allocated_bytes))
 
 
 def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
@@ -52,7 +61,7 @@ def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_by
 
     Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
     """
-    allocator = CachingAllocator(expandable, limit_bytes)
+    allocator = CachingAllocator(expandable, limit_bytes - _stranded_bytes(problem, expandable))
     _Loop(problem, schedule, _Heap(allocator)).run(allocator)
     return not allocator.refused
 
@@ -119,7 +128,7 @@ class _Heap:
     """
 
     def __init__(self, allocator: CachingAllocator, steering: Steering | None = None) -> None:
-        self._allocator, self._steering = allocator, steering
+        self._allocator, self._steering, self._expandable = allocator, steering, allocator.expandable
         self._pool = self.peak_bytes = 0
         self._moves: Moves = {}
         if steering is not None:
@@ -128,6 +137,10 @@ class _Heap:
             allocator.allocate(GUARD_BYTES, _ARENA)
             allocator.free(start)
         self._plugs: dict[int, int] = {}  # addresses by offset
+
+    def expand(self, wanted: bool) -> None:
+        """Whether new segments expand, if they ever do."""
+        self._allocator.expandable = wanted and self._expandable
 
     def begin(self, number: int) -> None:
         """A microbatch begins: the first since the optimizer's step, 0, or a further one."""
@@ -171,6 +184,9 @@ class _Trace:
         self._events: list[Request | Release] = []
         self._held: set[int] = set()
 
+    def expand(self, wanted: bool) -> None:
+        """There are no segments here."""
+
     def begin(self, number: int) -> None:
         self.microbatches.append([])
 
@@ -197,6 +213,26 @@ class _Trace:
         if address in self._held:
             self._held.remove(address)
             self._events.append(Release(address))
+
+
+def _begin(problem: Problem, allocator: _Heap | _Trace) -> list[int]:
+    """Allocate what is there before a loop, as its process did. Gives the addresses of the sample's inputs."""
+    requests = problem.requests or Requests()
+    allocator.expand(not requests.expanded_late)
+    for role in ("parameter", "buffer", "constant"):
+        for value in problem.graph.values:
+            if value.role == role and value.home == "device" and value.reuses is None:
+                allocator.allocate(value.size_bytes)
+    allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
+    inputs = _inputs(problem.graph, allocator)
+    allocator.expand(True)
+    return inputs
+
+
+def _inputs(graph: Graph, allocator: _Heap | _Trace) -> list[int]:
+    """Addresses of the inputs of another microbatch."""
+    values = [v for v in graph.values if v.role == "input" and v.home == "device" and v.reuses is None]
+    return [allocator.allocate(v.size_bytes) for v in values]
 
 
 class _Loop:
@@ -226,19 +262,9 @@ class _Loop:
         self.stays: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.returned: list[int] = []
-        for role in ("parameter", "buffer", "constant"):
-            for value in self.graph.values:
-                if value.role == role and value.home == "device" and value.reuses is None:
-                    allocator.allocate(value.size_bytes)
-        allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
-        self.left = self.inputs()  # the sample's
+        self.left = _begin(problem, allocator)  # the sample's
         for size_bytes in requests.workspaces:
             allocator.allocate(size_bytes)
-
-    def inputs(self) -> list[int]:
-        """Addresses of the inputs of another microbatch."""
-        values = [v for v in self.graph.values if v.role == "input" and v.home == "device" and v.reuses is None]
-        return [self.allocator.allocate(v.size_bytes) for v in values]
 
     def run(self, allocator: CachingAllocator) -> None:
         """Run ten steps, or fewer if one begins with what an earlier one began with, or a request is refused."""
@@ -294,7 +320,7 @@ class _Microbatch:
         self.allocator.begin(int(bool(loop.gradients)))
         for address in loop.returned:
             self.allocator.free(address)
-        self.inputs = loop.inputs()
+        self.inputs = _inputs(loop.graph, self.allocator)
         for address in loop.left:
             self.allocator.free(address)
         loop.returned, loop.left = [], []

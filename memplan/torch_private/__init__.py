@@ -10,7 +10,7 @@ from memplan.torch_private.autograd import (
 from memplan.torch_private.devices import (
     BlockRecord, MemoryPool, MemoryRecord, attention_order, blas_workspace_bytes, can_expand_segments, expand_segments,
     float32_precisions, is_captured, is_out_of_memory, keep_busy, kept_by_blas, pytorch_allocates, requested_bytes,
-    segments_expand, unallocated_bytes, user_records_blocks, wait_for_scaler_copies,
+    reserved_before, segments_expand, unallocated_bytes, user_records_blocks, wait_for_scaler_copies,
 )  # fmt: skip
 from memplan.torch_private.distributed import is_timeout, reduces_on_cpu, timeout_of, waits_end_within
 from memplan.torch_private.dtensors import (

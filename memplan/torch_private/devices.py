@@ -231,6 +231,21 @@ def _allocator_settings() -> str:
     return str(settings["PYTORCH_CUDA_ALLOC_CONF"])
 
 
+def reserved_before(device: torch.device) -> tuple[bool, int]:
+    """Of PyTorch's CUDA allocator: whether most blocks lie in segments that do not expand; bytes free between blocks.
+
+    Workspaces of cuBLAS, which come again, and cached memory go back. Memory pools of their own are left out.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    of_device = (one for one in torch.cuda.memory_snapshot() if one["device"] == index)
+    segments = [one for one in of_device if tuple(one["segment_pool_id"]) == (0, 0)]
+    fixed_bytes = sum(one["allocated_size"] for one in segments if not one["is_expandable"])
+    held_bytes = sum(one["allocated_size"] for one in segments)
+    return 2 * fixed_bytes > held_bytes, sum(one["total_size"] for one in segments) - held_bytes
+
+
 def pytorch_allocates() -> bool:
     """Whether PyTorch's own caching allocator serves CUDA devices, and not CUDA's, or one that was put in its place."""
     backend = getattr(torch._C, "_cuda_getAllocatorBackend", None)

@@ -49,12 +49,14 @@ def planned(model: nn.Module, sample: dict[str, Any], **options: Any) -> tuple[P
         ("bert", LOOPS[2]),
         ("densenet", LOOPS[0]),
         ("unet", LOOPS[2]),
+        ("t5", LOOPS[0]),  # which makes weights twice, and leaves holes
     ],
 )
 def test_the_allocator_reserves_what_was_predicted(name: str, loop: str, allocator: str, tmp_path: Path) -> None:
     led, alone = (in_process([name, "min", loop, arena], str(tmp_path), allocator) for arena in ("yes", "no"))
     assert led["arena"] and not alone["arena"]
-    assert led["reserved"] <= 1.01 * led["reserved_predicted"]
+    for row in (led, alone):
+        assert row["reserved"] <= row["reserved_predicted"] <= 1.01 * row["reserved"]
     assert led["reserved"] < 0.97 * alone["reserved"]
 
 

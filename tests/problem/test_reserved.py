@@ -145,6 +145,29 @@ def test_more_is_reserved_than_allocated(problem: Problem, expandable: bool, in_
     assert reserved_bytes(problem, schedule, expandable) >= simulate(problem, schedule).peak_bytes
 
 
+def test_what_the_process_had_stranded_before_comes_on_top() -> None:
+    problem, schedule = unplanned_step(in_units(unet_like(), 512))
+    allocator = CachingAllocator(True)
+    reserved._begin(problem, reserved._Heap(allocator))
+    free_bytes = allocator.reserved_bytes - allocator.allocated_bytes  # which each process has
+    before = [replace(problem, requests=Requests(stranded_bytes=free_bytes + more)) for more in (0, 30 * MIB)]
+    plain, same, more = (reserved_bytes(one, schedule, True) for one in (problem, *before))
+    assert plain == same == more - 30 * MIB
+    assert reserved.runs_within(before[0], schedule, True, plain)
+    assert not reserved.runs_within(before[1], schedule, True, simulate(problem, schedule).peak_bytes + 20 * MIB)
+
+
+def test_parameters_may_lie_in_segments_that_do_not_expand() -> None:
+    values = [Value("p", 12, "parameter", home="device"), Value("x", 3, "input", home="device"), Value("a", 15)]
+    graph = Graph(tuple(values), (Op("f", "f", "forward", (0, 1), (2,)),), 1)
+    problem = in_units(Problem(graph, Costs((1.0,), (0,))), MIB)
+    late = replace(problem, requests=Requests(expandable=True, expanded_late=True))
+    schedule = (Compute(0), Drop(2), Boundary())
+    assert reserved_bytes(problem, schedule, True) == 40 * MIB  # in pages of 20: 12 and 3 and the next 3, and 15
+    assert reserved_bytes(late, schedule, True) == 12 * MIB + 20 * MIB + 20 * MIB  # the inputs leave no 15 in their 20
+    assert reserved_bytes(late, schedule, False) == reserved_bytes(problem, schedule, False)
+
+
 def test_an_optimizers_state_comes_after_backward_and_stays() -> None:
     problem, schedule = unplanned_step(replace(unet_like(), requests=Requests()))
     state = tuple((i, 64 * MIB) for i in range(8))

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from memplan import torch_private as private
 from memplan.problem.caching_allocator import CachingAllocator
 
 NEEDS_ALLOCATOR = pytest.mark.skipif(
@@ -30,7 +31,9 @@ FOLDER = Path(__file__).with_name("traces")
 _LIMIT_BYTES = 600 << 20
 _HELD_BYTES = 400 << 20  # about what random sequences hold
 _SEGMENT = 1 << 46  # addresses of an expandable segment, in the replay
-KINDS = ("random", "limited", "steps")
+_TIES_BY_ADDRESS = torch.__version__.startswith("2.11.")  # of free blocks of one size, the lowest; since, the oldest's
+KINDS = [(kind, expandable) for kind in ("random", "limited", "steps") for expandable in (False, True)]
+KINDS.append(("switched", False))  # segments expand from the middle on
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,9 @@ class Trace:
     - torch: the version that was recorded.
     - limit_bytes: what it was allowed to reserve.
     - events: ("alloc", bytes, stream, address, reserved bytes after it), ("free", address, reserved), ("empty",
-      reserved) for `empty_cache`, ("refused", bytes, stream, reserved), ("segment", address, reserved) before the
-      request that a segment is made for. Without these, addresses are those of a device where segments lie one after
-      the other, in the order in which they were made.
+      reserved) for `empty_cache`, ("expand", reserved) where segments expand from here on, ("refused", bytes, stream,
+      reserved), ("segment", address, reserved) before the request that a segment is made for. Without these, addresses
+      are those of a device where segments lie one after the other, in the order in which they were made.
     """
 
     torch: str
@@ -83,6 +86,8 @@ def first_difference(trace: Trace) -> str | None:
             allocator.free(what[0])
         elif kind == "empty":
             allocator.empty_cache()
+        elif kind == "expand":
+            allocator.expandable = True
         elif allocator.allocate(what[0], what[1]):
             return f"event {index}, {kind} {what}: the replay does not refuse it"
         if allocator.reserved_bytes != reserved_bytes:
@@ -101,28 +106,38 @@ def record(kind: str, expandable: bool, seed: int, count: int) -> Trace:
         torch.cuda.set_per_process_memory_fraction(_LIMIT_BYTES / whole_bytes)
         limit_bytes = int(_LIMIT_BYTES / whole_bytes * whole_bytes)
     torch.cuda.memory._record_memory_history(max_entries=1 << 30, stacks="python", context=None)
-    emptied: list[int] = []
+    marks: list[tuple[int, str]] = []
     if kind == "steps":
         _steps()
     else:
-        _random_requests(random.Random(seed), count, emptied, 2 if kind == "limited" else 1)
+        switch = count // 2 if kind == "switched" else None
+        _random_requests(random.Random(seed), count, marks, 2 if kind == "limited" else 1, switch)
     (recorded,) = torch.cuda.memory._snapshot()["device_traces"]
-    return Trace(str(torch.__version__), expandable, limit_bytes, _events(recorded, expandable, emptied))
+    return Trace(str(torch.__version__), expandable, limit_bytes, _events(recorded, marks))
 
 
-def _random_requests(rng: random.Random, count: int, emptied: list[int], stream_count: int) -> None:
-    """Ask for blocks of many sizes and free them. emptied: gets the number of requests before each `empty_cache`."""
+def _random_requests(
+    rng: random.Random, count: int, marks: list[tuple[int, str]], stream_count: int, switch: int | None
+) -> None:
+    """Ask for blocks of many sizes and free them.
+
+    - marks: gets the number of requests before each `empty_cache`, and before segments expand.
+    - switch: when they do from then on.
+    """
     streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(stream_count - 1))]
     sizes = (1, 512, 513, 4096, 100_000, 600_000, (1 << 20) - 511, 1 << 20, (1 << 20) + 1, 2 << 20, 3 << 20)
     sizes += ((10 << 20) - 1, 10 << 20, 20 << 20, 33 << 20)
     held: list[torch.Tensor] = []
     done = 0
-    for _ in range(count):
+    for number in range(count):
+        if number == switch:
+            private.expand_segments()
+            marks.append((done, "expand"))
         if held and (sum(t.nbytes for t in held) > _HELD_BYTES or rng.random() < 0.45):
             held.pop(rng.randrange(len(held)))
         elif rng.random() < 0.01:
             torch.cuda.empty_cache()
-            emptied.append(done)
+            marks.append((done, "empty"))
             continue
         else:
             size = rng.choice(sizes) if rng.random() < 0.5 else int(2 ** rng.uniform(9, 26))
@@ -151,13 +166,13 @@ def _steps() -> None:
         optimizer.zero_grad()
 
 
-def _events(recorded: Iterable[dict[str, Any]], expandable: bool, emptied: list[int]) -> list[list[Any]]:
+def _events(recorded: Iterable[dict[str, Any]], marks: list[tuple[int, str]]) -> list[list[Any]]:
     """The events of a trace, from what `_record_memory_history` has recorded."""
     events: list[list[Any]] = []
     segments: list[tuple[int, int, int]] = []  # (address, bytes, address in the replay)
     streams: dict[int, int] = {}
     reserved_bytes, end, done = 0, 2 << 20, 0
-    waiting = list(emptied)
+    waiting = list(marks)
 
     def replayed(address: int) -> int:
         return next(there + address - start for start, size, there in segments if start <= address < start + size)
@@ -165,21 +180,20 @@ def _events(recorded: Iterable[dict[str, Any]], expandable: bool, emptied: list[
     for entry in recorded:
         action, address, size = entry["action"], entry.get("addr", 0), entry["size"]
         stream = streams.setdefault(entry["stream"], len(streams))
-        if waiting and waiting[0] == done and action not in ("segment_free", "segment_unmap", "free_requested"):
-            events.append(["empty", reserved_bytes])
-            waiting.pop(0)
+        while waiting and waiting[0][0] == done and action not in ("segment_free", "segment_unmap", "free_requested"):
+            events.append([waiting.pop(0)[1], reserved_bytes])
         if action in ("segment_alloc", "segment_map"):
             reserved_bytes += size
-            if action == "segment_alloc":
+            own = action == "segment_alloc"
+            placed = own and _TIES_BY_ADDRESS
+            if placed:
                 events.append(["segment", address, reserved_bytes])
-            size = size if action == "segment_alloc" else _SEGMENT
             if not any(start <= address < start + length for start, length, _ in segments):
-                own = action == "segment_alloc"
-                segments.append((address, size if own else 1 << 36, address if own else end))
-                end += size
+                segments.append((address, size if own else 1 << 36, address if placed else end))
+                end += size if own else _SEGMENT
         elif action in ("segment_free", "segment_unmap"):
             reserved_bytes -= size
-            segments = segments if expandable else [s for s in segments if s[0] != address]
+            segments = [s for s in segments if action == "segment_unmap" or s[0] != address]
         elif action == "alloc":
             events.append(["alloc", size, stream, replayed(address), reserved_bytes])
         elif action == "free_completed":
@@ -202,10 +216,9 @@ def _main(arguments: list[str]) -> None:
         path, kind, *numbers = arguments
         record(kind, bool(int(numbers[0])), int(numbers[1]), int(numbers[2])).save(Path(path))
         return
-    for kind in KINDS:
-        for expandable in (False, True):
-            name = f"{kind}_{'expandable' if expandable else 'default'}.json.gz"
-            record_in_a_process(kind, expandable, 0, 1500, Path(arguments[0]) / name)
+    for kind, expandable in KINDS:
+        name = f"{kind}_{'expandable' if expandable else 'default'}.json.gz"
+        record_in_a_process(kind, expandable, 0, 1500, Path(arguments[0]) / name)
 
 
 if __name__ == "__main__":
