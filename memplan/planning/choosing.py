@@ -82,7 +82,7 @@ def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: 
 def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
     """The refusal where no schedule without copies fits. floor: the schedule with the smallest peak that was found."""
     overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
-    made_of = peak_in_short(step_memory(problem, floor.schedule, simulate(problem, floor.schedule)))
+    made_of = peak_in_short(step_memory(problem, floor.schedule))
     graph = problem.graph
     largest_bytes, index = max((graph.op_bytes(i), i) for i in range(len(graph.ops)))
     needed_bytes, where = largest_bytes + problem.resident_bytes, graph.ops[index].layer or "the model"

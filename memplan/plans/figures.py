@@ -203,11 +203,6 @@ class PlanFigures:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """Ops that run more than once. An op that runs three times is listed twice."""
-        seen: set[int] = set()
-        again = []
-        for step in self.schedule:
-            if isinstance(step, Compute):
-                if step.op in seen:
-                    again.append(step.op)
-                seen.add(step.op)
-        return tuple(again)
+        ran = [step.op for step in self.schedule if isinstance(step, Compute)]
+        first = {op: place for place, op in reversed([*enumerate(ran)])}
+        return tuple(op for place, op in enumerate(ran) if place != first[op])

@@ -3,12 +3,12 @@
     memory = planned_memory(plan)
     memory.by_kind()["kept"][memory.peak_moment]  # bytes of the peak that wait for backward
 
-The steps of the schedule are the moments, and what comes after backward is one more. The sums at all moments are held
-to those of `simulate`.
+The steps of the schedule are the moments, and what comes after backward is one more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
@@ -18,7 +18,7 @@ from memplan.plans.labels import value_labels
 from memplan.problem import schedule as steps
 from memplan.problem.data import Problem
 from memplan.problem.schedule import Schedule, Timeline
-from memplan.problem.simulate import simulate, unplanned_step
+from memplan.problem.simulate import Change, replayed, unplanned_step
 
 MemoryKind = Literal[
     "weights", "optimizer", "inputs", "gradients", "kept", "recomputed", "fetched", "temporary", "scratch"
@@ -122,117 +122,86 @@ class StepMemory:
 
 def planned_memory(plan: PlanFigures) -> StepMemory:
     """What the planned step holds."""
-    return step_memory(plan.problem, plan.schedule, plan.timeline)
+    return step_memory(plan.problem, plan.schedule)
 
 
 def unplanned_memory(plan: PlanFigures) -> StepMemory:
     """What the step holds when it runs without the plan."""
-    problem, schedule = unplanned_step(plan.problem)
-    return step_memory(problem, schedule, simulate(problem, schedule))
+    return step_memory(*unplanned_step(plan.problem))
 
 
-def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> StepMemory:
-    """What a schedule holds. timeline: what `simulate` says of it."""
-    replay = _Replay(problem, len(schedule))
-    for moment, step in enumerate(schedule):
-        replay.run(moment, step)
-    replay.add_what_is_beside(timeline)
+def step_memory(problem: Problem, schedule: Schedule) -> StepMemory:
+    """What a schedule holds: what the accountant's replay of it changes, and what is there beside that."""
+    timeline, changes = replayed(problem, schedule)
+    found = _Lifetimes(problem, len(schedule))
+    for moment, (step, of_step) in enumerate(zip(schedule, changes, strict=True)):
+        found.run(moment, of_step, isinstance(step, (steps.Stay, steps.Prefetch)))
+    found.add_what_is_beside(timeline)
     boundary = schedule.index(steps.Boundary())
     lifetimes = tuple(  # what forward makes and is there in backward is kept
         replace(life, kind="kept") if life.kind == "temporary" and life.begin < boundary < life.end else life
-        for life in replay.found
+        for life in found.all
     )
-    memory = StepMemory(problem, schedule, timeline, lifetimes, replay.labels, boundary)
-    *during, later = (sum(kinds) for kinds in zip(*memory.by_kind().values(), strict=True))
-    waiting_bytes = (problem.in_flight - 1) * timeline.waiting_bytes
-    after_bytes = problem.bytes_after(any(isinstance(step, steps.Stay) for step in schedule))
-    assert tuple(during) == timeline.peak_bytes_at, "other sums than the accountant's"
-    assert later == timeline.live_bytes[-1] - waiting_bytes + after_bytes, "another sum than the accountant's"
-    return memory
+    return StepMemory(problem, schedule, timeline, lifetimes, found.labels, boundary)
 
 
-class _Replay:
-    """Follows a legal schedule. What is there is in `_open`, by value. Copies out and most waits change nothing."""
+class _Lifetimes:
+    """What is there, and from when to when. Of what has not ended, `_open` has the indices in `all`, by what it is."""
 
     def __init__(self, problem: Problem, end: int) -> None:
         self._problem, self._graph, self._end = problem, problem.graph, end
         self.labels = value_labels(problem.graph)
-        self.found: list[Lifetime] = []
-        self._open: dict[int, int] = {}
-        self._states: dict[int, int] = {}  # of generators, by op
-        self._thrown: dict[int, int] = {}  # second copies that a collective still writes, by value
-        self._ran: set[int] = set()
+        self.all: list[Lifetime] = []
+        self._open: dict[tuple[str, int], list[int]] = {}
+        self._made: set[int] = set()
         for index, value in enumerate(self._graph.values):
             if value.resident and value.home == "device" and value.reuses is None:
-                self._begin(index, "inputs" if value.role == "input" else "weights", 0)
+                self._begin("value", index, 0, value.size_bytes, "inputs" if value.role == "input" else "weights")
 
-    def _begin(self, value: int, kind: MemoryKind, moment: int) -> None:
-        facts = self._graph.values[value]
-        self._open[value] = len(self.found)
-        self.found.append(Lifetime(value, self.labels[value], kind, facts.size_bytes, moment, self._end, facts.tensor))
+    def run(self, moment: int, changes: Sequence[Change], fetches: bool) -> None:
+        """Note what a step changes. An update has its moment when the gradients before it have gone."""
+        freed_bytes = update_bytes = 0
+        for what, index, size_bytes in changes:
+            if what == "update":
+                update_bytes = max(update_bytes, size_bytes - freed_bytes)
+            elif what == "passed":
+                value = self._graph.values[index]
+                assert value.reuses is not None
+                self._finish("value", value.reuses, moment - 1)
+                self._begin("value", index, moment, value.size_bytes, self._kind(index))
+            elif size_bytes < 0 or (what == "value" and self._open.get((what, index))):
+                self._finish(what, index, moment)
+                freed_bytes -= size_bytes
+            elif what == "value":
+                self._begin(what, index, moment, size_bytes, "fetched" if fetches else self._kind(index))
+            elif size_bytes:
+                self._begin(what, index, moment, size_bytes, self._kind(index) if what == "second" else "scratch")
+        self._add("update of parameters", "optimizer", update_bytes, moment, moment)
 
-    def _finish(self, index: int, moment: int) -> None:
-        self.found[index] = replace(self.found[index], end=moment)
+    def _kind(self, value: int) -> MemoryKind:
+        if self._graph.values[value].role in ("gradient", "tangent"):
+            return "gradients"
+        made_before = value in self._made
+        self._made.add(value)
+        return "recomputed" if made_before else "temporary"
+
+    def _begin(self, what: str, index: int, moment: int, size_bytes: int, kind: MemoryKind) -> None:
+        self._open.setdefault((what, index), []).append(len(self.all))
+        if what in ("value", "second"):
+            name = f"{'a second ' * (what == 'second')}{self.labels[index]}"
+            value, tensor = (index, self._graph.values[index].tensor) if what == "value" else (None, "")
+        else:
+            op, value, tensor = self._graph.ops[index], None, ""
+            name = f"scratch of {op.kind}" if what == "scratch" else f"generator state of {op.name}"
+        self.all.append(Lifetime(value, name, kind, size_bytes, moment, self._end, tensor))
+
+    def _finish(self, what: str, index: int, moment: int) -> None:
+        life = self._open[what, index].pop()
+        self.all[life] = replace(self.all[life], end=moment)
 
     def _add(self, name: str, kind: MemoryKind, size_bytes: int, begin: int, end: int) -> None:
         if size_bytes:
-            self.found.append(Lifetime(None, name, kind, size_bytes, begin, end))
-
-    def run(self, moment: int, step: steps.Step) -> None:
-        match step:
-            case steps.Compute(op):
-                self._compute(op, moment)
-            case steps.Drop(value):
-                self._finish(self._open.pop(value), moment)
-            case steps.Boundary():
-                for value in self._graph.tangents:
-                    self._begin(value, "gradients", moment)
-            case steps.SurfaceGrads(values):
-                self._surface(values, moment)
-            case steps.Stay(value) | steps.Prefetch(value):
-                self._begin(value, "fetched", moment)
-            case steps.SaveRng(op):
-                self._states[op] = len(self.found)
-                name = f"generator state of {self._graph.ops[op].name}"
-                self.found.append(Lifetime(None, name, "scratch", self._graph.rng_state_bytes, moment, self._end))
-            case steps.DropRng(op):
-                self._finish(self._states.pop(op), moment)
-            case steps.Wait(value) if value in self._thrown:
-                self._finish(self._thrown.pop(value), moment)
-
-    def _compute(self, index: int, moment: int) -> None:
-        op, values = self._graph.ops[index], self._graph.values
-        first = index not in self._ran
-        self._ran.add(index)
-        for v in op.outputs:
-            value = values[v]
-            kind: MemoryKind = "gradients" if value.role == "gradient" else "temporary" if first else "recomputed"
-            if value.reuses is None and v in self._open:  # made a second time, and thrown away
-                self._add(f"a second {self.labels[v]}", kind, value.size_bytes, moment, moment)
-                if op.is_asynchronous:
-                    self._thrown[v] = len(self.found) - 1
-            elif value.reuses is None:
-                self._begin(v, kind, moment)
-            elif not value.resident and v in self._open:
-                self._finish(self._open.pop(value.reuses), moment)
-            elif not value.resident:
-                self._finish(self._open.pop(value.reuses), moment - 1)
-                self._begin(v, kind, moment)
-        self._add(f"scratch of {op.kind}", "scratch", self._problem.costs.scratch_bytes[index], moment, moment)
-        if op.random and not first:
-            self._add(f"generator state for {op.name}", "scratch", self._graph.rng_state_bytes, moment, moment)
-
-    def _surface(self, values: tuple[int, ...], moment: int) -> None:
-        """Gradients that are handed over may be freed. An update beside them has its moment when those before are."""
-        freed_bytes = update_bytes = 0
-        for v in values:
-            value = self._graph.values[v]
-            if value.updates:
-                update_bytes = max(update_bytes, value.update_bytes - freed_bytes)
-            if value.home != "host" and self._problem.frees_gradients:
-                self._finish(self._open.pop(v), moment)
-                freed_bytes += value.size_bytes
-        self._add("update of parameters", "optimizer", update_bytes, moment, moment)
+            self.all.append(Lifetime(None, name, kind, size_bytes, begin, end))
 
     def add_what_is_beside(self, timeline: Timeline) -> None:
         """Add what no step makes: what stays throughout, microbatches that wait, and what comes after backward."""
@@ -242,7 +211,7 @@ class _Replay:
         self._add("gradients of earlier microbatches", "gradients", earlier_bytes, 0, end)
         others = problem.in_flight - 1
         self._add(f"{others} microbatches that wait", "kept", others * timeline.waiting_bytes, 0, end - 1)
-        after_bytes = problem.bytes_after(any(life.kind == "fetched" and life.end == end for life in self.found))
+        after_bytes = problem.bytes_after(any(life.kind == "fetched" and life.end == end for life in self.all))
         is_update = after_bytes == problem.update_bytes
         name, kind = ("the optimizer's step", "optimizer") if is_update else ("the next batch", "inputs")
         self._add(name, kind, after_bytes, end, end)  # type: ignore[arg-type]

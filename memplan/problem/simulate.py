@@ -37,40 +37,44 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from memplan.errors import IllegalSchedule
+from memplan.problem import schedule as steps
 from memplan.problem.data import Op, Problem
 from memplan.problem.lanes import CopyDirection, direction_of, seconds_in_flight
-from memplan.problem.schedule import (
-    BOUNDARY,
-    Boundary,
-    Compute,
-    Drop,
-    DropHost,
-    DropRng,
-    Offload,
-    Prefetch,
-    SaveRng,
-    Schedule,
-    Stay,
-    Step,
-    SurfaceGrads,
-    Timeline,
-    Wait,
-    schedule_of,
-)
+from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of
 
 _T = TypeVar("_T")
+_What = Literal["value", "second", "passed", "scratch", "state", "update"]
+
+
+class Change(NamedTuple):
+    """A block of memory that comes or goes.
+
+    - what: of a value; a second one, which an op that runs again makes of a value that is there; one that passes to a
+      value from that which it overwrites; scratch of an op; a generator's state, for an op; of a gradient's update.
+    - owner: the value, the op or the gradient, by index.
+    - size_bytes: how much more there is for it: below 0 where it goes, 0 where it passes.
+    """
+
+    what: _What
+    owner: int
+    size_bytes: int
 
 
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Replay `schedule` and account for it. Raises IllegalSchedule with the index of the first bad step."""
+    return replayed(problem, schedule)[0]
+
+
+def replayed(problem: Problem, schedule: Schedule) -> tuple[Timeline, list[list[Change]]]:
+    """What `simulate` gives, and how each step changes what is on the device. Raises IllegalSchedule."""
     machine = _Machine(problem)
     for step in schedule:
         machine.run(step)
     machine.finish()
-    return machine.timeline(*seconds_in_flight(problem, schedule))
+    return machine.timeline(*seconds_in_flight(problem, schedule)), machine.changes
 
 
 def unplanned(problem: Problem) -> Timeline:
@@ -92,12 +96,12 @@ class _Copy:
 
     - direction: "out" to the host, "in" to the device, or "network" from all ranks.
     - op: the collective; None of a copy.
-    - thrown_bytes: what is freed when it is done.
+    - second: its output was there before, so that a second one is thrown away when it is done.
     """
 
     direction: CopyDirection
     op: Op | None = None
-    thrown_bytes: int = 0
+    second: bool = False
 
 
 class _Machine:
@@ -119,12 +123,13 @@ class _Machine:
         self.next_random = 0
         self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
         self.in_backward = False
-        self.live_bytes = problem.resident_bytes  # without saved generator states
-        self.rng_bytes = self.host_bytes = 0
+        self.held_bytes = self.live_bytes = problem.resident_bytes  # the second is without scratch and states
+        self.live_peak, self.host_bytes = self.live_bytes, 0
+        self.most_bytes = 0  # held during one step
+        self.changes: list[list[Change]] = []
         self.after: list[int] = []
         self.during: list[int] = []
         self.host_after: list[int] = []
-        self.live_peak = self.live_bytes
         self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
 
     def _illegal(self, reason: str) -> IllegalSchedule:
@@ -135,39 +140,45 @@ class _Machine:
             raise self._illegal(f"there is no {what} {index}")
         return among[index]
 
-    def run(self, step: Step) -> None:
-        most_bytes = self.live_bytes + self.rng_bytes
-        match step:
-            case Compute(op):
-                most_bytes = self._compute(self._indexed(op, self.graph.ops, "op"), op)
-            case Drop(value):
-                self._drop(value)
-            case SaveRng(op):
-                self._save_rng(op)
-            case DropRng(op):
-                self._drop_rng(op)
-            case Boundary():
-                self._cross_boundary()
-            case SurfaceGrads(values):
-                most_bytes = self._surface(values)
-            case Stay(value):
-                self._stay(value)
-            case Offload(value):
-                self._offload(value)
-            case Prefetch(value):
-                self._prefetch(value)
-            case Wait(value):
-                self._wait(value)
-            case DropHost(value):
-                self._drop_host(value)
-        after_bytes = self.live_bytes + self.rng_bytes
-        if self.live_bytes > self.live_peak:
-            self.live_peak = self.live_bytes
-        self.host_after.append(self.host_bytes)
-        self.after.append(after_bytes)
-        self.during.append(most_bytes if most_bytes > after_bytes else after_bytes)
+    def _change(self, what: _What, index: int, size_bytes: int) -> None:
+        self.changes[-1].append(Change(what, index, size_bytes))
+        self.held_bytes += size_bytes
+        self.most_bytes = max(self.most_bytes, self.held_bytes)
+        if what in ("value", "second", "update") or (what == "scratch" and self.graph.ops[index].is_island):
+            self.live_bytes += size_bytes
+            self.live_peak = max(self.live_peak, self.live_bytes)
 
-    def _compute(self, op: Op, index: int) -> int:
+    def run(self, step: steps.Step) -> None:
+        self.changes.append([])
+        self.most_bytes = self.held_bytes
+        match step:
+            case steps.Compute(op):
+                self._compute(self._indexed(op, self.graph.ops, "op"), op)
+            case steps.Drop(value):
+                self._drop(value)
+            case steps.SaveRng(op):
+                self._save_rng(op)
+            case steps.DropRng(op):
+                self._drop_rng(op)
+            case steps.Boundary():
+                self._cross_boundary()
+            case steps.SurfaceGrads(values):
+                self._surface(values)
+            case steps.Stay(value):
+                self._stay(value)
+            case steps.Offload(value):
+                self._offload(value)
+            case steps.Prefetch(value):
+                self._prefetch(value)
+            case steps.Wait(value):
+                self._wait(value)
+            case steps.DropHost(value):
+                self._drop_host(value)
+        self.host_after.append(self.host_bytes)
+        self.after.append(self.held_bytes)
+        self.during.append(self.most_bytes)
+
+    def _compute(self, op: Op, index: int) -> None:
         values, live = self.graph.values, self.live
         first = self.runs[index] == 0
         if first:
@@ -185,39 +196,40 @@ class _Machine:
                 raise self._illegal(f"{op.name} reads {values[v].name}, whose gradient has been handed over")
             if v in self.copying and self.copying[v].direction != "out":
                 raise self._illegal(f"{op.name} reads {values[v].name}, which is still being fetched")
-        new_bytes = gone_bytes = 0
+        thrown: list[tuple[_What, int]] = []  # when the op has run
         for v in op.outputs:
             value = values[v]
             if v in self.copying:
                 raise self._illegal(f"{op.name} makes {value.name} anew, which is being copied")
-            taken = value.reuses
-            if taken is not None:
-                self._take_over(op, taken)
-                if live[v] and not value.resident:
-                    gone_bytes += value.size_bytes  # the second copy, in the memory of `taken`, is thrown away
-            elif live[v]:
-                new_bytes += value.size_bytes
-                gone_bytes += value.size_bytes
+            taken, again = value.reuses, live[v]
+            if taken is None:
+                self._change("second" if again else "value", v, value.size_bytes)
+                thrown += [("second", v)] * again
             else:
-                new_bytes += value.size_bytes
+                self._take_over(op, taken)
+                if again and not value.resident:
+                    thrown.append(("value", taken))  # in which a second copy has been written
+                elif not value.resident:
+                    self._change("passed", v, 0)
             live[v] = True
         if first:
             for effect in op.effects:
                 self._take_over(op, effect.old)
                 live[effect.new] = True
         self.runs[index] += 1
-        self.live_bytes += new_bytes
         scratch_bytes = self.problem.costs.scratch_bytes[index]
-        self.live_peak = max(self.live_peak, self.live_bytes + (scratch_bytes if op.is_island else 0))
-        replay_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
-        peak = self.live_bytes + self.rng_bytes + scratch_bytes + replay_bytes
+        state_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
+        self._change("scratch", index, scratch_bytes)
+        self._change("state", index, state_bytes)
+        self._change("scratch", index, -scratch_bytes)
+        self._change("state", index, -state_bytes)
         if op.is_asynchronous:
-            thrown_bytes = min(new_bytes, gone_bytes)  # a second output, which is written until the wait
-            self.copying[op.outputs[0]] = _Copy("network", op, thrown_bytes)
+            second = ("second", op.outputs[0])  # which is written until the wait
+            self.copying[op.outputs[0]] = _Copy("network", op, second in thrown)
             self.sent.update(op.inputs)
-            gone_bytes -= thrown_bytes
-        self.live_bytes -= gone_bytes
-        return peak
+            thrown = [one for one in thrown if one != second]
+        for what, v in thrown:
+            self._change(what, v, -values[v].size_bytes)
 
     def _check_first_run(self, op: Op, index: int) -> None:
         if op.phase == "backward" and not self.in_backward:
@@ -256,7 +268,7 @@ class _Machine:
         if index in self.copying or self.sent.get(index):
             raise self._illegal(f"{value.name} is dropped while it is being copied")
         self.live[index] = False
-        self.live_bytes -= value.size_bytes
+        self._change("value", index, -value.size_bytes)
 
     def _save_rng(self, index: int) -> None:
         op = self._indexed(index, self.graph.ops, "op")
@@ -265,14 +277,14 @@ class _Machine:
         if self.random_ops[self.next_random] != index:
             raise self._illegal(f"{op.name} is not the next random op, so this is not its generator state")
         self.saved_rng.add(index)
-        self.rng_bytes += self.graph.rng_state_bytes
+        self._change("state", index, self.graph.rng_state_bytes)
 
     def _drop_rng(self, index: int) -> None:
         op = self._indexed(index, self.graph.ops, "op")
         if index not in self.saved_rng:
             raise self._illegal(f"no generator state is kept for {op.name}")
         self.saved_rng.remove(index)
-        self.rng_bytes -= self.graph.rng_state_bytes
+        self._change("state", index, -self.graph.rng_state_bytes)
 
     def _cross_boundary(self) -> None:
         if self.in_backward:
@@ -286,14 +298,12 @@ class _Machine:
                 raise self._illegal(f"output {self.graph.values[v].name} is being copied at the boundary")
         self.in_backward = True
         self.saved_bytes = self.live_bytes - self.problem.resident_bytes + self.graph.input_bytes
-        self.saved_rng_bytes, self.saved_host_bytes = self.rng_bytes, self.host_bytes
+        self.saved_rng_bytes, self.saved_host_bytes = self.held_bytes - self.live_bytes, self.host_bytes
         for v in self.graph.tangents:
             self.live[v] = True
-            self.live_bytes += self.graph.values[v].size_bytes
+            self._change("value", v, self.graph.values[v].size_bytes)
 
-    def _surface(self, values: tuple[int, ...]) -> int:
-        """Hand gradients over. Gives what their updates need at most, with what is there then."""
-        peak = self.live_bytes + self.rng_bytes
+    def _surface(self, values: tuple[int, ...]) -> None:
         for index in values:
             value = self._indexed(index, self.graph.values, "value")
             if value.role != "gradient" or index in self.surfaced:
@@ -304,9 +314,9 @@ class _Machine:
                     name = self.graph.values[parameter].name
                     raise self._illegal(f"the gradient of {name} is handed over while {name} is being copied")
                 self.changed.add(parameter)
-            self.live_peak = max(self.live_peak, self.live_bytes + value.update_bytes)
             if value.updates:
-                peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
+                self._change("update", index, value.update_bytes)
+                self._change("update", index, -value.update_bytes)
             if value.home == "host":
                 if not self.elsewhere[index] or index in self.copying:
                     raise self._illegal(f"gradient {value.name} is handed over before it is on the host")
@@ -314,8 +324,7 @@ class _Machine:
             if not self.live[index] or index in self.copying:
                 raise self._illegal(f"gradient {value.name} is handed over but not live, or still being reduced")
             if self.problem.frees_gradients:
-                self.live_bytes -= value.size_bytes
-        return peak
+                self._change("value", index, -value.size_bytes)
 
     def _stay(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
@@ -325,7 +334,7 @@ class _Machine:
             raise self._illegal(f"{value.name} is there already, or the step has begun without it")
         self.staying.add(index)
         self.live[index] = True
-        self.live_bytes += value.size_bytes
+        self._change("value", index, value.size_bytes)
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -350,7 +359,7 @@ class _Machine:
         if index in self.changed:
             raise self._illegal(f"{value.name} can't be fetched: its gradient has been handed over")
         self.live[index] = True
-        self.live_bytes += value.size_bytes
+        self._change("value", index, value.size_bytes)
         self._begin(index, direction_of(self.problem, index))
 
     def _begin(self, index: int, direction: CopyDirection) -> None:
@@ -366,7 +375,8 @@ class _Machine:
             raise self._illegal(f"{value.name} is waited for, but is not being copied")
         copy = self.copying.pop(index)
         self.sent.subtract(() if copy.op is None else copy.op.inputs)
-        self.live_bytes -= copy.thrown_bytes
+        if copy.second:
+            self._change("second", index, -value.size_bytes)
 
     def _drop_host(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")

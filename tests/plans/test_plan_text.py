@@ -15,7 +15,6 @@ from memplan.plans.choices import choice_groups, choices_of
 from memplan.plans.labels import joined
 from memplan.plans.step_memory import KINDS, planned_memory, step_memory
 from memplan.problem.schedule import Compute
-from memplan.problem.simulate import simulate
 from tests.support.small import net_and_sample
 from tests.support.zoo import MODELS
 
@@ -63,7 +62,7 @@ def test_a_peak_after_backward_is_said_to_be_there() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     plan = memplan.plan(net, sample, 1.0, optimizer=optimizer, costs="estimate")
     problem = replace(plan.problem, update_bytes=1 << 30, budget_bytes=None)
-    memory = step_memory(problem, plan.schedule, simulate(problem, plan.schedule))
+    memory = step_memory(problem, plan.schedule)
     assert memory.peak_moment == len(plan.schedule)
     assert memory.peak_by_kind()["optimizer"] == (1 << 30) + problem.extra_resident_bytes
     assert "optimizer steps" in memory.moment_text(memory.peak_moment)
