@@ -22,21 +22,9 @@ from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import tensors_of
 from memplan.capture.ops.sizes import Expression, expressions_in, put
 from memplan.capture.trace.escapes import without_collections
+from memplan.problem import schedule as steps
 from memplan.problem.addresses import place_host_copies
-from memplan.problem.schedule import (
-    Boundary,
-    Compute,
-    Drop,
-    DropHost,
-    DropRng,
-    Offload,
-    Prefetch,
-    SaveRng,
-    Schedule,
-    Stay,
-    SurfaceGrads,
-    Wait,
-)
+from memplan.problem.schedule import Schedule
 from memplan.problem.steering import Steering
 from memplan.runtime.host import transfers
 from memplan.runtime.host.arena import enter_arena, leave_arena, steer_arena
@@ -100,43 +88,43 @@ class _Lowering(ProgramNodes):
             if index in self.steered:
                 self.side.call(steer_arena, (self.side.store, index))
             match step:
-                case Compute(op) if op in self.outside:
+                case steps.Compute(op) if op in self.outside:
                     self.side.call(leave_arena, (self.side.store,))
                     self._compute(op, self._dead_after(index))
                     self.side.call(enter_arena, (self.side.store,))
-                case Compute(op):
+                case steps.Compute(op):
                     self._compute(op, self._dead_after(index))
-                case Drop(value):
+                case steps.Drop(value):
                     self._arrive(value)
                     self.live.pop(value, None)  # an output that nobody reads was never bound
                     if self._is_sharded(value):
                         self.side.call(release, (self._the_gathers(), self._parameter(value)))
-                case SaveRng(op):
+                case steps.SaveRng(op):
                     keep = held_rng if self._replaying(op)[0] is replay_all else save_rng
                     self.rng[op] = self.side.call(keep, (self._replaying(op)[1],))
-                case DropRng(op):
+                case steps.DropRng(op):
                     del self.rng[op]
-                case Boundary():
+                case steps.Boundary():
                     self._cross_boundary()
-                case SurfaceGrads(values):
+                case steps.SurfaceGrads(values):
                     self._surface(values)
-                case Stay(value):
+                case steps.Stay(value):
                     source = self.side.state(self._parameter(value))
                     self.staying[value] = self.side.call(transfers.contents, (source,))
                     self.fetches[value] = self.side.call(transfers.stayed, (self._the_slab(), source))
                     self.live[value] = {}
                     self.awaited.add(value)
-                case Offload(value) if value in self.graph.gradients:
+                case steps.Offload(value) if value in self.graph.gradients:
                     copied = (self._the_slab(), self._whole(value))
                     self.host_copies[value] = self.side.call(transfers.offload_gradient, copied)
-                case Offload(value):
+                case steps.Offload(value):
                     placed = (self._the_slab(), self._whole(value), self.host_memory.offsets[index])
                     self.host_copies[value] = self.side.call(transfers.offload, placed)
-                case Prefetch(value):
+                case steps.Prefetch(value):
                     self._prefetch(value)
-                case Wait(value):
+                case steps.Wait(value):
                     self._wait(value)
-                case DropHost(value):
+                case steps.DropHost(value):
                     del self.host_copies[value]
                 case _:
                     raise TypeError(f"no program can do {step}")
@@ -146,9 +134,9 @@ class _Lowering(ProgramNodes):
         """Values that are dropped at once after the run at `index`."""
         dead = set()
         for step in self.schedule[index + 1 :]:
-            if isinstance(step, Drop):
+            if isinstance(step, steps.Drop):
                 dead.add(step.value)
-            elif not isinstance(step, DropRng):
+            elif not isinstance(step, steps.DropRng):
                 break
         return dead
 

@@ -33,25 +33,10 @@ from itertools import pairwise
 
 import numpy as np
 
+from memplan.problem import schedule as steps
 from memplan.problem.addresses import pinned_bytes, place_host_copies
 from memplan.problem.data import Problem
-from memplan.problem.schedule import (
-    BOUNDARY,
-    Boundary,
-    Compute,
-    Drop,
-    DropHost,
-    Offload,
-    Prefetch,
-    Schedule,
-    Stay,
-    Step,
-    SurfaceGrads,
-    Timeline,
-    Wait,
-    schedule_of,
-    update_positions,
-)
+from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of, update_positions
 from memplan.solvers.front.front import Candidate
 from memplan.solvers.offload.checkpointed_units import unit_order
 from memplan.solvers.offload.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
@@ -193,7 +178,7 @@ class _CopySearch:
             assert timeline.peak_bytes <= self.budget_bytes
             host = place_host_copies(self.problem.graph, schedule)
             if self._fits_host(host.size_bytes) and timeline.time_s < self.under_s:
-                copies = any(isinstance(step, (Offload, Prefetch)) for step in schedule)
+                copies = any(isinstance(step, (steps.Offload, steps.Prefetch)) for step in schedule)
                 return Offloaded(f"{tried.solver}, with offload" if copies else tried.solver, schedule, timeline)
         return None
 
@@ -359,7 +344,7 @@ class _Places:
     def schedule(self) -> Schedule:
         """Steps of the order with the copies among them."""
         values, end = self.problem.graph.values, len(self.steps)
-        leaves, updates, fetches, waits, before, after = (defaultdict[int, list[Step]](list) for _ in range(6))
+        leaves, updates, fetches, waits, before, after = (defaultdict[int, list[steps.Step]](list) for _ in range(6))
         gaps, closed = self.gaps, np.nonzero(self.gaps.closed)[0]
         last = {}
         for g in closed[np.lexsort((gaps.stop[closed], gaps.start[closed]))].tolist():
@@ -367,38 +352,38 @@ class _Places:
         for g in closed[np.lexsort((gaps.value[closed], gaps.stop[closed]))].tolist():
             v, start, stop, gone = int(gaps.value[g]), int(gaps.start[g]), int(gaps.stop[g]), int(gaps.gone[g])
             if gaps.copies[g]:
-                after[start].append(Offload(v))
-                leaves[gone] += [Wait(v), Drop(v)]
+                after[start].append(steps.Offload(v))
+                leaves[gone] += [steps.Wait(v), steps.Drop(v)]
                 if values[v].updates and values[v].home == "host":  # once the device has read the parameter last
-                    updates[max(gone, int(self.read_to[v]) + 1)].append(SurfaceGrads((v,)))
+                    updates[max(gone, int(self.read_to[v]) + 1)].append(steps.SurfaceGrads((v,)))
             elif start >= 0:
-                leaves[gone].append(Drop(v))
+                leaves[gone].append(steps.Drop(v))
             if stop == end:
                 continue
-            fetches[int(gaps.back[g])].append(Prefetch(v))
-            waits[stop].append(Wait(v))
+            fetches[int(gaps.back[g])].append(steps.Prefetch(v))
+            waits[stop].append(steps.Wait(v))
             if values[v].home == "device" and last[v, int(gaps.made[g])] == g:
-                waits[stop].append(DropHost(v))
+                waits[stop].append(steps.DropHost(v))
         for events in (leaves, updates, fetches, waits):
             for at, inserted in events.items():
                 before[at] += inserted
-        steps: list[Step] = [Stay(v) for v in self.staying.tolist()]
+        found: list[steps.Step] = [steps.Stay(v) for v in self.staying.tolist()]
         late: list[int] = []
         position = 0
         for step in schedule_of(self.problem.graph, tuple(self.steps)):
-            if isinstance(step, (Compute, Boundary)):
-                steps += after.get(position - 1, ())
-                steps += before.get(position, ())
+            if isinstance(step, (steps.Compute, steps.Boundary)):
+                found += after.get(position - 1, ())
+                found += before.get(position, ())
                 position += 1
-            if isinstance(step, Drop) and values[step.value].home == "host":
+            if isinstance(step, steps.Drop) and values[step.value].home == "host":
                 continue
-            if isinstance(step, SurfaceGrads):
+            if isinstance(step, steps.SurfaceGrads):
                 late += [v for v in step.values if values[v].home == "host" and not values[v].updates]
-                step = SurfaceGrads(tuple(v for v in step.values if values[v].home != "host"))
+                step = steps.SurfaceGrads(tuple(v for v in step.values if values[v].home != "host"))
                 if not step.values:
                     continue
-            steps.append(step)
-        steps += [*after.get(position - 1, ()), *before.get(position, ())]
+            found.append(step)
+        found += [*after.get(position - 1, ()), *before.get(position, ())]
         if late:
-            steps.append(SurfaceGrads(tuple(late)))
-        return tuple(steps)
+            found.append(steps.SurfaceGrads(tuple(late)))
+        return tuple(found)
