@@ -289,7 +289,8 @@ class CachingAllocator:
         block.mapped = False
         self._grow(begin - end)
         self._merge(block)
-        pool.put(block)
+        if block.before is not None or block.after is not None:  # else the whole segment goes
+            pool.put(block)
 
 
 def _large_segment_bytes(size_bytes: int) -> int:

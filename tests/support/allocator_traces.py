@@ -13,6 +13,7 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -174,6 +175,11 @@ def _events(recorded: Iterable[dict[str, Any]], marks: list[tuple[int, str]]) ->
     reserved_bytes, end, done = 0, 2 << 20, 0
     waiting = list(marks)
 
+    backed = Counter[int]()  # bytes by the start of their segment
+
+    def start_of(address: int) -> int:
+        return next(start for start, size, _ in segments if start <= address < start + size)
+
     def replayed(address: int) -> int:
         return next(there + address - start for start, size, there in segments if start <= address < start + size)
 
@@ -191,9 +197,11 @@ def _events(recorded: Iterable[dict[str, Any]], marks: list[tuple[int, str]]) ->
             if not any(start <= address < start + length for start, length, _ in segments):
                 segments.append((address, size if own else 1 << 36, address if placed else end))
                 end += size if own else _SEGMENT
+            backed[start_of(address)] += size
         elif action in ("segment_free", "segment_unmap"):
             reserved_bytes -= size
-            segments = [s for s in segments if action == "segment_unmap" or s[0] != address]
+            backed[start_of(address)] -= size
+            segments = [s for s in segments if backed[s[0]]]
         elif action == "alloc":
             events.append(["alloc", size, stream, replayed(address), reserved_bytes])
         elif action == "free_completed":
