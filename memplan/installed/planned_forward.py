@@ -170,6 +170,7 @@ class PlannedForward:
 
     def uninstall(self) -> None:
         self.choice.known.let_go()
+        self._planner.placement.let_go()
         end_watch(self.model)
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.remove()

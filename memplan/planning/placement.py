@@ -190,6 +190,11 @@ class Placement:
                 bring_states(settings.optimizer, set(self._model.parameters()))
             captured.key.moved()
 
+    def let_go(self) -> None:
+        """Give back the arena. The plan goes, and cycles of references may keep the rest of it for a while."""
+        if self._shared is not None:
+            self._shared[1].close()
+
     def store(self, traced: Traced) -> ParameterStore:
         """Parameters and buffers for a new step, with the copies, updates and gathers that all steps share."""
         if self._shared is None or self._shared[0].device != traced.device:

@@ -141,13 +141,25 @@ def test_its_memory_goes_back_with_the_plan() -> None:
     plan, arena, optimizer = planned(model, sample)
     train(model, sample, optimizer, 2)
     reserved_bytes = torch.cuda.memory_reserved()
-    del arena
+    loss = loss_of(model(**sample))
     memplan.remove(model)
-    gc.collect()
+    loss.backward()  # of the plan
+    del loss
+    model.zero_grad()
     torch.cuda.empty_cache()
-    assert plan.steering is not None
+    assert plan.steering is not None and arena.astray == 0
     assert torch.cuda.memory_reserved() <= reserved_bytes - plan.steering.arena_bytes
     loss_of(model(**sample)).backward()
+
+
+def test_another_plan_has_its_own_arena_alone() -> None:
+    gc.collect()  # of other tests
+    model, sample = small()
+    memplan.apply(model, sample, 0.9)
+    train(model, sample, steps=2)
+    plan, _, optimizer = planned(model, sample)
+    train(model, sample, optimizer, 3)
+    assert torch.cuda.max_memory_reserved() <= plan.reserved_bytes
 
 
 def test_a_step_without_an_arena_is_asked_for() -> None:

@@ -201,6 +201,22 @@ def test_a_failure_where_the_caller_holds_results_leaves_nothing(arena: StepAren
     assert arena.astray == 1
 
 
+def test_what_is_closed_opens_again_for_the_next_step(arena: StepArena) -> None:
+    forward = _Forward()
+    with arena.forward(STEERING, []):
+        arena.steer(0)
+    arena.led(forward)
+    (pool,) = _Pool.made
+    arena.close()
+    assert pool.held_bytes == GUARD_BYTES  # no plug
+    with arena.backward(forward):
+        arena.steer(5)
+        assert pool.inside == 0
+    forward.spent = True
+    step(arena)
+    assert len(_Pool.made) == 2 and arena.astray == 0
+
+
 def test_a_step_within_a_step_is_outside(arena: StepArena) -> None:
     inside: list[int] = []
 

@@ -64,7 +64,7 @@ class StepArena:
         try:
             self._forward, self._moves = None, None
             if self.given_up:
-                self._close()
+                self.close()
             elif steering is not None:
                 in_flight = any(not forward.spent for forward in self._forwards)
                 if self._open(steering.arena_bytes, empty=not in_flight and not gradients) and not in_flight:
@@ -169,7 +169,7 @@ class StepArena:
         if not empty:
             return False
         if self._pool is not None and self._size < size_bytes:
-            self._close()  # its memory goes back first
+            self.close()  # its memory goes back first
         try:
             if self._pool is None:
                 self._pool, self._size = private.MemoryPool(self.device), size_bytes
@@ -188,16 +188,17 @@ class StepArena:
             finally:
                 self._pool.leave()
         except torch.OutOfMemoryError:
-            self._close()
+            self.close()
             return False
         self._open_bytes = size_bytes
         if first != self._start or self._tail != self._start + size_bytes:
-            self._close()
+            self.close()
             return False
         return True
 
-    def _close(self) -> None:
-        """Give the arena's memory back, as far as nobody holds it."""
+    def close(self) -> None:
+        """Give the arena's memory back, as far as nobody holds it. A backward that is still to come runs outside."""
+        self._forward = self._moves = None
         self._unplug()
         self._pool = None
         self._size = self._open_bytes = self._start = self._tail = 0
