@@ -253,6 +253,4 @@ class Problems:
         if self._before is None:  # steps leave holes that they use again
             fixed, stranded_bytes = (False, 0) if on_paper else private.reserved_before(traced.device)
             self._before = expandable and fixed, stranded_bytes
-        return Requests(
-            expandable, self._workspaces(traced), optimizer.requests, self.settings.arena, *self._before
-        )  # fmt: skip
+        return Requests(expandable, self._workspaces(traced), optimizer.requests, self.settings.arena, *self._before)

@@ -82,9 +82,8 @@ class PlanFigures:
     def reserved_with(self, expandable: bool) -> int:
         """What PyTorch's CUDA allocator reserves with its setting `expandable_segments`, or without it, in bytes.
 
-        That is for a step without an arena.
-        The allocator is replayed over a loop of ten steps that begins with nothing reserved. What the process reserves
-        before the loop, other threads and streams, and memory that is no tensor's come on top.
+        That is for a step without an arena. The allocator is replayed over a loop of ten steps. What others of the
+        process hold, other threads and streams, and memory that is no tensor's come on top.
         """
         return reserved_bytes(self.problem, self.schedule, expandable)
 

@@ -146,7 +146,7 @@ def step_memory(problem: Problem, schedule: Schedule) -> StepMemory:
 
 
 class _Lifetimes:
-    """What is there, and from when to when. Of what has not ended, `_open` has the indices in `all`, by what it is."""
+    """What is there, from when to when. Of what has not ended, `_open` has the indices in `all`, by what it is."""
 
     def __init__(self, problem: Problem, end: int) -> None:
         self._problem, self._graph, self._end = problem, problem.graph, end

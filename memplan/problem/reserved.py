@@ -42,11 +42,9 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
 
 def _stranded_bytes(problem: Problem, expandable: bool) -> int:
     """What the process had stranded before the loop, beyond what is free where the replay begins."""
-    stranded_bytes = problem.requests.stranded_bytes if problem.requests is not None else 0
-    allocator = CachingAllocator(expandable)
-    if stranded_bytes:
-        _begin(problem, _Heap(allocator))
-    return max(0, stranded_bytes - (allocator.reserved_bytes - allocator.allocated_bytes))
+    requests, allocator = problem.requests or Requests(), CachingAllocator(expandable)
+    _begin(problem, _Heap(allocator))
+    return max(0, requests.stranded_bytes - (allocator.reserved_bytes - allocator.allocated_bytes))
 
 
 def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:

@@ -124,12 +124,9 @@ class _Machine:
         self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
         self.in_backward = False
         self.held_bytes = self.live_bytes = problem.resident_bytes  # the second is without scratch and states
-        self.live_peak, self.host_bytes = self.live_bytes, 0
-        self.most_bytes = 0  # held during one step
+        self.live_peak, self.host_bytes, self.most_bytes = self.live_bytes, 0, 0  # the last is of one step
         self.changes: list[list[Change]] = []
-        self.after: list[int] = []
-        self.during: list[int] = []
-        self.host_after: list[int] = []
+        self.after, self.during, self.host_after = list[int](), list[int](), list[int]()
         self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
 
     def _illegal(self, reason: str) -> IllegalSchedule:
@@ -219,10 +216,9 @@ class _Machine:
         self.runs[index] += 1
         scratch_bytes = self.problem.costs.scratch_bytes[index]
         state_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
-        self._change("scratch", index, scratch_bytes)
-        self._change("state", index, state_bytes)
-        self._change("scratch", index, -scratch_bytes)
-        self._change("state", index, -state_bytes)
+        for sign in (1, -1):
+            self._change("scratch", index, sign * scratch_bytes)
+            self._change("state", index, sign * state_bytes)
         if op.is_asynchronous:
             second = ("second", op.outputs[0])  # which is written until the wait
             self.copying[op.outputs[0]] = _Copy("network", op, second in thrown)
