@@ -13,12 +13,13 @@ from memplan.plans.step_memory import step_memory
 from memplan.problem.data import Problem
 from memplan.problem.reserved import reserved_bytes, runs_within, steering_of
 from memplan.problem.simulate import simulate
+from memplan.problem.steering import Steering
 from memplan.solvers import Candidate, Front
 from memplan.solvers.bounds.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
 _UNSURE = 0.04  # of a limit: where memory is given back in every step, small differences matter
-_MOST_LED = 3  # candidates, through an arena
+_MOST_LED = 4  # candidates, through an arena
 _MOST_REPLAYED = 32  # candidates; each is replayed over up to ten steps
 
 
@@ -32,14 +33,24 @@ def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candid
     assert requests is not None
     fitting = [point for point in reversed(front.points) if point.peak_bytes <= limit_bytes]
     tried = fitting[:: -(-len(fitting) // _MOST_REPLAYED) or 1]
-    led = 0
-    for point in tried:
-        if reserved_bytes(problem, point.schedule, requests.expandable) <= limit_bytes:
-            return point
-        if requests.arena and led < _MOST_LED:
-            led, steering = led + 1, steering_of(problem, point.schedule, requests.expandable)
-            if steering and reserved_bytes(problem, point.schedule, requests.expandable, steering) <= limit_bytes:
-                return point
+
+    def over_bytes(point: Candidate, steering: Steering | None = None) -> int:
+        return reserved_bytes(problem, point.schedule, requests.expandable, steering) - limit_bytes
+
+    fits = next((index for index, point in enumerate(tried) if over_bytes(point) <= 0), len(tried))
+    first, trial = 0, 0  # those from `fits` on fit, those before `first` do not
+    for _ in range(_MOST_LED if requests.arena else 0):
+        if trial >= fits:
+            break
+        steering = steering_of(problem, tried[trial].schedule, requests.expandable)
+        excess_bytes = over_bytes(tried[trial], steering)
+        if excess_bytes <= 0:
+            fits, trial = trial, (first + trial) // 2
+        else:
+            first, most_bytes = trial + 1, tried[trial].peak_bytes - excess_bytes * bool(steering)
+            trial = next((i for i in range(first, fits) if tried[i].peak_bytes <= most_bytes), (first + fits) // 2)
+    if fits < len(tried):
+        return tried[fits]
     room_bytes = int(limit_bytes * (1 - _UNSURE))
     return next((p for p in tried if runs_within(problem, p.schedule, requests.expandable, room_bytes)), None)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +39,25 @@ def test_the_fastest_that_fits_is_taken(expandable: bool, monkeypatch: pytest.Mo
             assert runs_within(problem, chosen.schedule, expandable, limit_bytes)
         else:
             assert not any(runs_within(problem, p.schedule, expandable, int(0.95 * limit_bytes)) for p in found)
+
+
+@pytest.mark.parametrize("spare_mib", [10, 60, 300])
+def test_what_an_arena_makes_fit_is_found_in_few_trials(spare_mib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates 20 MiB apart, which reserve a half more than their peak, or so much more in an arena."""
+    points = [SimpleNamespace(peak_bytes=(1000 + 20 * i) * MIB, schedule=i) for i in range(32)]
+    trials: list[int] = []
+
+    def reserved(problem: Any, index: int, expandable: bool, steering: Any = None) -> int:
+        return points[index].peak_bytes * 3 // 2 if steering is None else points[index].peak_bytes + spare_mib * MIB
+
+    monkeypatch.setattr(choosing, "reserved_bytes", reserved)
+    monkeypatch.setattr(choosing, "steering_of", lambda problem, index, expandable: trials.append(index) or index)
+    problem: Any = SimpleNamespace(requests=Requests(expandable=True))
+    for limit_mib in range(1000 + spare_mib, 2000, 30):
+        trials.clear()
+        chosen = fastest_reserved(problem, SimpleNamespace(points=points), limit_mib * MIB)  # type: ignore[arg-type]
+        fitting = [p for p in points if p.peak_bytes <= (limit_mib - spare_mib) * MIB]
+        assert chosen is fitting[-1] and len(trials) <= 4
 
 
 def test_less_than_is_reserved_may_do() -> None:
