@@ -37,18 +37,19 @@ def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candid
     def over_bytes(point: Candidate, steering: Steering | None = None) -> int:
         return reserved_bytes(problem, point.schedule, requests.expandable, steering) - limit_bytes
 
-    fits = next((index for index, point in enumerate(tried) if over_bytes(point) <= 0), len(tried))
-    first, trial = 0, 0  # those from `fits` on fit, those before `first` do not
-    for _ in range(_MOST_LED if requests.arena else 0):
-        if trial >= fits:
-            break
-        steering = steering_of(problem, tried[trial].schedule, requests.expandable)
-        excess_bytes = over_bytes(tried[trial], steering)
-        if excess_bytes <= 0:
-            fits, trial = trial, (first + trial) // 2
-        else:
-            first, most_bytes = trial + 1, tried[trial].peak_bytes - excess_bytes * bool(steering)
-            trial = next((i for i in range(first, fits) if tried[i].peak_bytes <= most_bytes), (first + fits) // 2)
+    first, trial, fits = 0, 0, len(tried)  # those before the first do not fit, those from `fits` on do
+    for _ in range(_MOST_LED):
+        if trial < fits:
+            excess_bytes = over_bytes(tried[trial])
+            if excess_bytes > 0 and requests.arena:
+                steering = steering_of(problem, tried[trial].schedule, requests.expandable)
+                excess_bytes = over_bytes(tried[trial], steering)
+            if excess_bytes <= 0:
+                fits, trial = trial, (first + trial) // 2
+            else:
+                first, most_bytes = trial + 1, tried[trial].peak_bytes - excess_bytes
+                trial = next((i for i in range(first, fits) if tried[i].peak_bytes <= most_bytes), (first + fits) // 2)
+    fits = next((i for i in range(fits) if over_bytes(tried[i]) <= 0), fits)
     if fits < len(tried):
         return tried[fits]
     room_bytes = int(limit_bytes * (1 - _UNSURE))

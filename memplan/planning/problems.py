@@ -251,6 +251,5 @@ class Problems:
             return None
         expandable = on_paper or private.segments_expand()
         if self._before is None:  # steps leave holes that they use again
-            fixed, stranded_bytes = (False, 0) if on_paper else private.reserved_before(traced.device)
-            self._before = expandable and fixed, stranded_bytes
+            self._before = (False, 0) if on_paper else private.reserved_before(traced.device)
         return Requests(expandable, self._workspaces(traced), optimizer.requests, self.settings.arena, *self._before)

@@ -79,14 +79,6 @@ class PlanFigures:
             return None
         return steering_of(self.problem, self.schedule, requests.expandable)
 
-    def reserved_with(self, expandable: bool) -> int:
-        """What PyTorch's CUDA allocator reserves with its setting `expandable_segments`, or without it, in bytes.
-
-        That is for a step without an arena. The allocator is replayed over a loop of ten steps. What others of the
-        process hold, other threads and streams, and memory that is no tensor's come on top.
-        """
-        return reserved_bytes(self.problem, self.schedule, expandable)
-
     @cached_property
     def better_setting(self) -> str:
         """What is reserved with the allocator's other setting, in words; empty unless that is at least 2% less."""

@@ -193,10 +193,8 @@ class CachingAllocator:
 
     def _cut(self, block: _Chunk, size: int) -> _Chunk:
         """Shorten a block to this size; returns the rest, a block of its own. (`alloc_found_block`)"""
-        rest = _Chunk(
-            block.address + size, block.size_bytes - size, block.pool, block.expands, True, block.mapped, block,
-            block.after,
-        )  # fmt: skip
+        left = block.size_bytes - size
+        rest = _Chunk(block.address + size, left, block.pool, block.expands, True, block.mapped, block, block.after)
         if block.after is not None:
             block.after.before = rest
         block.size_bytes, block.after = size, rest

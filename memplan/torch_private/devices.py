@@ -232,18 +232,18 @@ def _allocator_settings() -> str:
 
 
 def reserved_before(device: torch.device) -> tuple[bool, int]:
-    """Of PyTorch's CUDA allocator: whether most blocks lie in segments that do not expand; bytes free between blocks.
+    """Of PyTorch's CUDA allocator: whether segments expand, and those of most blocks do not; bytes free between blocks.
 
     Workspaces of cuBLAS, which come again, and cached memory go back. Memory pools of their own are left out.
     """
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    index = torch.cuda.current_device() if device.index is None else device.index
-    of_device = (one for one in torch.cuda.memory_snapshot() if one["device"] == index)
-    segments = [one for one in of_device if tuple(one["segment_pool_id"]) == (0, 0)]
+    where = torch.cuda.current_device() if device.index is None else device.index, (0, 0)
+    segments = [s for s in torch.cuda.memory_snapshot() if (s["device"], tuple(s["segment_pool_id"])) == where]
     fixed_bytes = sum(one["allocated_size"] for one in segments if not one["is_expandable"])
     held_bytes = sum(one["allocated_size"] for one in segments)
-    return 2 * fixed_bytes > held_bytes, sum(one["total_size"] for one in segments) - held_bytes
+    late = segments_expand() and 2 * fixed_bytes > held_bytes
+    return late, sum(one["total_size"] for one in segments) - held_bytes
 
 
 def pytorch_allocates() -> bool:
@@ -259,8 +259,7 @@ def can_expand_segments(device: torch.device) -> bool:
     """
     if segments_expand():
         return True
-    told = [_allocator_settings()]
-    told += [os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_", "HIP_")]
+    told = [_allocator_settings(), *(os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_", "HIP_"))]
     if torch.cuda.get_allocator_backend() != "native" or any("expandable_segments" in text for text in told):
         return False
     return sys.platform == "linux" and torch.version.hip is None and _maps_memory(device)

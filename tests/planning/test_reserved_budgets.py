@@ -90,7 +90,7 @@ def test_what_the_other_setting_saves_is_told(monkeypatch: pytest.MonkeyPatch) -
         requests = Requests(expandable, arena=False)
         monkeypatch.setattr(problems.Problems, "_requests", lambda problems, traced, optimizer, r=requests: r)
         plans.append(memplan.plan(_Wide(), torch.rand(30_000, 64), "min", costs="estimate"))
-    other_bytes = plans[0].reserved_with(expandable=True)
+    other_bytes = reserved_bytes(plans[0].problem, plans[0].schedule, True)
     assert other_bytes <= 0.98 * plans[0].reserved_bytes
     told = f"; {format_bytes(other_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:True"
     assert told in plans[0].report() and told[2:] in plans[0].summary

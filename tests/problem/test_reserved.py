@@ -192,7 +192,7 @@ def test_what_loops_reserved_is_foreseen(path: Path) -> None:
     assert plan.problem.requests is not None and plan.problem.requests.expandable == recorded["expandable"]
     assert recorded["allocated_bytes"] <= 1.03 * plan.peak_bytes
     least = 1.0 if recorded["expandable"] else 0.97
-    found_bytes = plan.reserved_with(recorded["expandable"])
+    found_bytes = reserved_bytes(plan.problem, plan.schedule, recorded["expandable"])
     assert least * recorded["reserved_bytes"] <= found_bytes <= 1.02 * recorded["reserved_bytes"]
 
 

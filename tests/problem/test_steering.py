@@ -158,7 +158,7 @@ def test_steps_that_are_led_reserve_less(name: str, expandable: bool, accumulate
 def test_recorded_loops_would_reserve_hardly_more_than_their_peaks(path: Path) -> None:
     plan = Plan.load(path)
     assert plan.problem.requests is not None
-    alone_bytes = plan.reserved_with(plan.problem.requests.expandable)
+    alone_bytes = reserved_bytes(plan.problem, plan.schedule, plan.problem.requests.expandable)
     assert plan.reserved_bytes <= alone_bytes
     if plan.steering is not None:
         assert plan.reserved_bytes < 1.05 * plan.peak_bytes + 26 * MIB
