@@ -55,8 +55,8 @@ def planned(model: nn.Module, sample: dict[str, Any], **options: Any) -> tuple[P
 def test_the_allocator_reserves_what_was_predicted(name: str, loop: str, allocator: str, tmp_path: Path) -> None:
     led, alone = (in_process([name, "min", loop, arena], str(tmp_path), allocator) for arena in ("yes", "no"))
     assert led["arena"] and not alone["arena"]
-    for row in (led, alone):
-        assert row["reserved"] <= row["reserved_predicted"] <= 1.01 * row["reserved"]
+    for row, most in ((led, 1.01), (alone, 1.02)):
+        assert row["reserved"] <= row["reserved_predicted"] <= most * row["reserved"]
     assert led["reserved"] < 0.97 * alone["reserved"]
 
 
