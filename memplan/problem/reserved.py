@@ -218,18 +218,16 @@ def _begin(problem: Problem, allocator: _Heap | _Trace) -> list[int]:
     requests = problem.requests or Requests()
     allocator.expand(not requests.expanded_late)
     for role in ("parameter", "buffer", "constant"):
-        for value in problem.graph.values:
-            if value.role == role and value.home == "device" and value.reuses is None:
-                allocator.allocate(value.size_bytes)
+        _allocate(problem.graph, role, allocator)
     allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
-    inputs = _inputs(problem.graph, allocator)
+    inputs = _allocate(problem.graph, "input", allocator)
     allocator.expand(True)
     return inputs
 
 
-def _inputs(graph: Graph, allocator: _Heap | _Trace) -> list[int]:
-    """Addresses of the inputs of another microbatch."""
-    values = [v for v in graph.values if v.role == "input" and v.home == "device" and v.reuses is None]
+def _allocate(graph: Graph, role: str, allocator: _Heap | _Trace) -> list[int]:
+    """Addresses of new blocks for the values of a role that are on the device when a step begins."""
+    values = [v for v in graph.values if v.role == role and v.home == "device" and v.reuses is None]
     return [allocator.allocate(v.size_bytes) for v in values]
 
 
@@ -318,7 +316,7 @@ class _Microbatch:
         self.allocator.begin(int(bool(loop.gradients)))
         for address in loop.returned:
             self.allocator.free(address)
-        self.inputs = _inputs(loop.graph, self.allocator)
+        self.inputs = _allocate(loop.graph, "input", self.allocator)
         for address in loop.left:
             self.allocator.free(address)
         loop.returned, loop.left = [], []
