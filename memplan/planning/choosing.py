@@ -39,16 +39,16 @@ def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candid
 
     first, trial, fits = 0, 0, len(tried)  # those before the first do not fit, those from `fits` on do
     for _ in range(_MOST_LED):
-        if trial < fits:
-            excess_bytes = over_bytes(tried[trial])
-            if excess_bytes > 0 and requests.arena:
-                steering = steering_of(problem, tried[trial].schedule, requests.expandable)
-                excess_bytes = over_bytes(tried[trial], steering)
-            if excess_bytes <= 0:
-                fits, trial = trial, (first + trial) // 2
-            else:
-                first, most_bytes = trial + 1, tried[trial].peak_bytes - excess_bytes
-                trial = next((i for i in range(first, fits) if tried[i].peak_bytes <= most_bytes), (first + fits) // 2)
+        if trial >= fits:
+            break
+        excess_bytes = over_bytes(tried[trial])
+        if excess_bytes > 0 and requests.arena:
+            excess_bytes = over_bytes(tried[trial], steering_of(problem, tried[trial].schedule, requests.expandable))
+        if excess_bytes <= 0:
+            fits, trial = trial, (first + trial) // 2
+        else:  # the next one peaks so much lower
+            first, most_bytes = trial + 1, tried[trial].peak_bytes - excess_bytes
+            trial = next((i for i in range(first, fits) if tried[i].peak_bytes <= most_bytes), (first + fits) // 2)
     fits = next((i for i in range(fits) if over_bytes(tried[i]) <= 0), fits)
     if fits < len(tried):
         return tried[fits]
