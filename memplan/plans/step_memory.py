@@ -131,12 +131,12 @@ def unplanned_memory(plan: PlanFigures) -> StepMemory:
 
 
 def step_memory(problem: Problem, schedule: Schedule) -> StepMemory:
-    """What a schedule holds: what the accountant's replay of it changes, and what is there beside that."""
+    """What a schedule holds: the blocks that come and go in the accountant's replay, and what no step makes."""
     timeline, changes = replayed(problem, schedule)
     found = _Lifetimes(problem, len(schedule))
     for moment, (step, of_step) in enumerate(zip(schedule, changes, strict=True)):
         found.run(moment, of_step, isinstance(step, (steps.Stay, steps.Prefetch)))
-    found.add_what_is_beside(timeline)
+    found.add_what_no_step_makes(timeline)
     boundary = schedule.index(steps.Boundary())
     lifetimes = tuple(  # what forward makes and is there in backward is kept
         replace(life, kind="kept") if life.kind == "temporary" and life.begin < boundary < life.end else life
@@ -203,7 +203,7 @@ class _Lifetimes:
         if size_bytes:
             self.all.append(Lifetime(None, name, kind, size_bytes, begin, end))
 
-    def add_what_is_beside(self, timeline: Timeline) -> None:
+    def add_what_no_step_makes(self, timeline: Timeline) -> None:
         """Add what no step makes: what stays throughout, microbatches that wait, and what comes after backward."""
         problem, end = self._problem, self._end
         earlier_bytes = problem.resident_bytes - problem.graph.resident_bytes - problem.extra_resident_bytes

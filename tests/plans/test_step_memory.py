@@ -18,7 +18,7 @@ from memplan.plans.layer_map import layer_tables
 from memplan.plans.step_memory import StepMemory, planned_memory, step_memory, unplanned_memory
 from memplan.problem.data import Problem
 from memplan.problem.lanes import spans_of
-from memplan.problem.schedule import BOUNDARY, schedule_of
+from memplan.problem.schedule import BOUNDARY, Stay, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
@@ -39,6 +39,10 @@ def check(memory: StepMemory) -> None:
     moments = range(len(memory.schedule))
     assert tuple(sum(life.size_bytes for life in memory.at(m)) for m in moments) == memory.timeline.peak_bytes_at
     assert sum(memory.peak_by_kind().values()) == memory.timeline.peak_bytes
+    waiting_bytes = (memory.problem.in_flight - 1) * memory.timeline.waiting_bytes
+    after_bytes = memory.problem.bytes_after(any(isinstance(step, Stay) for step in memory.schedule))
+    later_bytes = memory.timeline.live_bytes[-1] - waiting_bytes + after_bytes
+    assert sum(life.size_bytes for life in memory.at(len(memory.schedule))) == later_bytes
     assert sum(life.size_bytes for life in memory.at(memory.peak_moment)) == memory.timeline.peak_bytes
     values = memory.problem.graph.values
     ends = {(life.value, life.end + 1): life.size_bytes for life in memory.lifetimes}
