@@ -24,17 +24,16 @@ ARROWS = {
     "logs": "",
     "config": "",
     "cache": "",
-    "problem": "errors units",
+    "jit": "logs",
+    "problem": "errors jit units",
     "plans": "errors problem units",
-    "solvers/numeric": "logs",
-    "solvers/orders": "problem solvers/numeric",
-    "solvers/bounds": "problem solvers/numeric solvers/orders",
-    "solvers/search": "config solvers/bounds solvers/numeric solvers/orders",
-    "solvers/chain": "config problem solvers/bounds solvers/numeric solvers/orders",
-    "solvers/exact": "problem solvers/chain solvers/numeric solvers/orders solvers/search",
-    "solvers/front": "config problem solvers/bounds solvers/chain solvers/exact solvers/numeric solvers/orders "
-    "solvers/search",
-    "solvers/offload": "problem solvers/front solvers/numeric solvers/orders",
+    "solvers/orders": "jit problem",
+    "solvers/bounds": "jit problem solvers/orders",
+    "solvers/search": "config jit solvers/bounds solvers/orders",
+    "solvers/chain": "config jit problem solvers/bounds solvers/orders",
+    "solvers/exact": "jit problem solvers/bounds solvers/chain solvers/orders solvers/search",
+    "solvers/front": "config jit problem solvers/bounds solvers/chain solvers/exact solvers/orders solvers/search",
+    "solvers/offload": "jit problem solvers/front solvers/orders",
     "solvers": "solvers/bounds solvers/front",
     "torch_private": "errors",
     "capture/ops": "errors logs torch_private",
@@ -60,8 +59,8 @@ ARROWS = {
     "batch_size": "api capture errors planning plans problem torch_private units",
     "kernel_errors": "api capture planned_models planning torch_private",
     "exactness": "capture errors installed planning runtime torch_private",
-    "command_line": "api batch_size cache capture costs errors exactness logs planning plans problem solvers/numeric "
-    "torch_private units",
+    "command_line": "api batch_size cache capture costs errors exactness jit logs planning plans problem torch_private "
+    "units",
     "__main__": "command_line",
     "__init__": "api batch_size capture config errors exactness kernel_errors logs losses planned_models plans problem "
     "units",
@@ -72,6 +71,7 @@ THEIRS = {
     **{place: set[str]() for place in ("units", "errors", "logs", "config", "cache", "__init__", "__main__")},
     "problem": {"numpy"},
     "plans": {"networkx"},
+    "jit": NUMERIC,
     "solvers": NUMERIC,
     **dict.fromkeys(
         (
@@ -174,7 +174,7 @@ def test_files_and_folders_are_small() -> None:
 
 def test_new_code_pays_for_its_lines_with_old_ones() -> None:
     """Whoever takes lines away lowers the number."""
-    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 40_791
+    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 40_790
 
 
 def test_folders_say_what_is_in_them() -> None:

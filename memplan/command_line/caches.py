@@ -22,7 +22,7 @@ def add_clear_costs(commands: Commands) -> None:
 
 
 def _warmup(given: argparse.Namespace) -> Outcome:
-    from memplan.solvers.numeric.jit import is_on_disk, kernels, watching_compilation
+    from memplan.jit import is_on_disk, kernels, watching_compilation
 
     began_s, everything = time.monotonic(), kernels()
     missing = [kernel for kernel in everything if not is_on_disk(kernel)]
@@ -46,10 +46,13 @@ def _warmup(given: argparse.Namespace) -> Outcome:
 
 
 def _plan_something() -> None:
-    """Plan a small step, with copies and without, which calls every solver."""
+    """Plan a small step, with copies and without, and pack blocks that need a search, which calls every solver."""
     import torch
     from torch import nn
 
+    from memplan.problem.packing import LiveRange, pack_slab
+
+    pack_slab([LiveRange(2, 2, 4), LiveRange(2, 2, 3), LiveRange(4, 3, 5), LiveRange(3, 1, 3)])
     with torch.device("meta"):
         blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)]
         model = nn.Sequential(*blocks).train()

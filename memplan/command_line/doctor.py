@@ -82,7 +82,7 @@ def _kernels() -> Iterable[Found]:
     import torch
 
     from memplan import torch_private as private
-    from memplan.solvers.numeric.jit import is_on_disk, kernels
+    from memplan.jit import is_on_disk, kernels
 
     everything = kernels()
     ready = sum(is_on_disk(kernel) for kernel in everything)
@@ -97,7 +97,7 @@ def _kernels() -> Iterable[Found]:
 def _caches() -> Iterable[Found]:
     from memplan import torch_private as private
     from memplan.cache import cache_dir
-    from memplan.solvers.numeric.jit import kernels
+    from memplan.jit import kernels
 
     solvers = {Path(kernel.stats.cache_path) for kernel in kernels() if kernel.stats.cache_path}
     common = Path(os.path.commonpath(solvers)) if solvers else None

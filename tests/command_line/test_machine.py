@@ -13,8 +13,8 @@ from pathlib import Path
 import numba
 import pytest
 
+from memplan import jit
 from memplan.command_line import caches
-from memplan.solvers.numeric import jit
 from tests.command_line.conftest import Run
 
 

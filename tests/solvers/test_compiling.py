@@ -9,10 +9,10 @@ from types import ModuleType
 import numba
 import pytest
 
+from memplan.jit import is_on_disk, kernels, tell_of_compilation, watching_compilation
 from memplan.problem.data import Problem
 from memplan.solvers import Progress, solve_front
 from memplan.solvers.front import front
-from memplan.solvers.numeric.jit import is_on_disk, kernels, tell_of_compilation, watching_compilation
 from tests.support.random_graphs import llama_like
 
 

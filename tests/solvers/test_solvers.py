@@ -14,7 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplan import jit
 from memplan.errors import IllegalSchedule
+from memplan.jit import _tell_of_no_cache, digest_of_imports, kernel
 from memplan.problem.data import Problem
 from memplan.problem.schedule import BOUNDARY, Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
@@ -23,8 +25,6 @@ from memplan.solvers.chain.expand import baselines, expand
 from memplan.solvers.chain.options import cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
-from memplan.solvers.numeric import jit
-from memplan.solvers.numeric.jit import _tell_of_no_cache, digest_of_imports, kernel
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
@@ -340,9 +340,9 @@ def test_what_only_the_backward_pass_reads_may_wait_for_it() -> None:
 
 def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top, text = tmp_path / "top.py", "from memplan.solvers.%s import (\n    a,\n)\n"
-    folder = tmp_path / "below"
-    folder.mkdir()
-    monkeypatch.setattr(jit, "_SOLVERS", tmp_path)
+    folder = tmp_path / "solvers" / "below"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(jit, "_ROOT", tmp_path)
 
     def digest(bottom: str, own: str = "") -> str:
         top.write_text(text % "below.middle" + own)
@@ -354,7 +354,7 @@ def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path, monkeypa
     assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
     monkeypatch.undo()
     digest_of_imports.cache_clear()
-    exchange = Path(jit.__file__).parent.parent / "search" / "neighbourhood.py"
+    exchange = Path(jit.__file__).parent / "solvers" / "search" / "neighbourhood.py"
     assert digest_of_imports(exchange) != hashlib.sha256().hexdigest()[:8]
     assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.solvers.bounds.moments import MomentProgram
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Floats, Ints
 
 _CHECK = 25  # rounds between two looks at the bound

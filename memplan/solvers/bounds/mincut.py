@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.solvers.numeric.max_flow import LEFT, LEVEL, SOURCE, TARGET, max_flow, network_of
+from memplan.solvers.bounds.max_flow import LEFT, LEVEL, SOURCE, TARGET, max_flow, network_of
 from memplan.solvers.orders.flat import Flat, Ints
 
 _TICK_S = 1e-12

@@ -8,11 +8,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, localise
 from memplan.solvers.chain.partition import Block, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flat, Ints, last_reads
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import keep_all

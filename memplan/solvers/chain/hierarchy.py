@@ -29,6 +29,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from memplan.config import SearchFigures
+from memplan.jit import kernel
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.expand import SolvedChain, expanded, solved_with
 from memplan.solvers.chain.options import (
@@ -41,7 +42,6 @@ from memplan.solvers.chain.options import (
     option_of_figures,
 )
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Flat, Floats, Ints
 from memplan.solvers.orders.replay import fill, outcome
 from memplan.solvers.orders.rewrites import bring_down

@@ -16,9 +16,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.chain.partition import Block
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Flat, Floats, Ints, compressed
 from memplan.solvers.orders.replay import fill, outcome, prune, replay
 from memplan.solvers.orders.rewrites import demand_order

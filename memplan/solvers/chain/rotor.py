@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.solvers.numeric.jit import kernel
+from memplan.jit import kernel
 from memplan.solvers.orders.flat import Floats, Ints
 
 Costs32 = NDArray[np.float32]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.solvers.exact.moment_bound import asked_bytes, best_line, cut_at, least_after, price_bound
 from memplan.solvers.exact.space import (
     BETWEEN_BYTES,
@@ -37,7 +38,6 @@ from memplan.solvers.exact.space import (
     rests,
     sum_of,
 )
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Ints
 
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution

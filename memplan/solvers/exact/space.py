@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplan.jit import kernel
+from memplan.solvers.bounds.max_flow import network_of
 from memplan.solvers.exact.block import WORD, Reversed
-from memplan.solvers.numeric.jit import kernel
-from memplan.solvers.numeric.max_flow import network_of
 from memplan.solvers.orders.flat import Floats, Ints
 
 NEVER = 1 << 57  # more ticks than any schedule takes

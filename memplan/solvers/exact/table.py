@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.solvers.exact.block import WORD, Reversed
 from memplan.solvers.exact.space import (
     BETWEEN_BYTES,
@@ -28,7 +29,6 @@ from memplan.solvers.exact.space import (
     rests,
     sum_of,
 )
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Ints
 
 _MOST_BITS = 17

@@ -21,13 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from memplan.config import Config
+from memplan.jit import tell_of_compilation, watching_compilation
 from memplan.problem.data import Problem
 from memplan.problem.schedule import Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.expand import baselines
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
-from memplan.solvers.numeric.jit import tell_of_compilation, watching_compilation
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade

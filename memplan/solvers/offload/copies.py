@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.problem.data import Problem
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Flags, Floats, Ints, compressed
 
 _GATHER = 1

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.problem.schedule import SURFACE_BATCH
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Floats, Ints
 
 

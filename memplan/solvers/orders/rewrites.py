@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memplan.jit import kernel
 from memplan.problem.schedule import BOUNDARY
-from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Ints
 from memplan.solvers.orders.replay import prune, replay
 

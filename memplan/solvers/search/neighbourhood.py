@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.solvers.numeric.jit import kernel
+from memplan.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Floats, Ints
 from memplan.solvers.orders.replay import fill, prune, removable, replay
 from memplan.solvers.orders.rewrites import bring_down, events_of, excess_bytes, live_through, promise_of, split

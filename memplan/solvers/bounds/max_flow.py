@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.solvers.numeric.jit import kernel
+from memplan.jit import kernel
 
 _Ints = NDArray[np.int64]
 

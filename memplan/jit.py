@@ -1,4 +1,4 @@
-"""How kernels are compiled, which are, and a look at those that are being compiled.
+"""How kernels are compiled by numba, which are, and a look at those that are being compiled.
 
 Cached, so that a process pays for compilation once per installation. Without the interpreter lock, so that callers may
 plan in a thread. Never `fastmath`, so that plans are equal on every machine.
@@ -32,9 +32,9 @@ from numba.core.registry import cpu_target
 from memplan.logs import log, show
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_PACKAGE = "memplan.solvers"
-_SOLVERS = Path(__file__).parent.parent
-_IMPORT = re.compile(r"^from memplan\.solvers\.([\w.]+) import", re.MULTILINE)
+_PACKAGES = ("memplan.problem", "memplan.solvers")
+_ROOT = Path(__file__).parent
+_IMPORT = re.compile(r"^from memplan\.((?:jit|solvers)\b[\w.]*) import", re.MULTILINE)
 
 
 def kernel(function: _Function) -> _Function:
@@ -58,10 +58,10 @@ def _tell_of_no_cache() -> None:
 
 @functools.cache
 def digest_of_imports(path: Path) -> str:
-    """Equal for equal contents of all modules of the solvers that this one imports from, and those import from."""
+    """Equal for equal contents of this file and all solvers that a module imports from, and those import from."""
     digest = hashlib.sha256()
     for name in sorted(set(_IMPORT.findall(path.read_text()))):
-        other = _SOLVERS.joinpath(*name.split(".")).with_suffix(".py")
+        other = _ROOT.joinpath(*name.split(".")).with_suffix(".py")
         digest.update(f"{name} {digest_of_imports(other)} ".encode())
         digest.update(other.read_bytes())
     return digest.hexdigest()[:8]
@@ -74,7 +74,7 @@ class _Compilations(Listener):
         self._began = began
 
     def on_start(self, event: Event) -> None:
-        if event.data["dispatcher"].py_func.__module__.startswith(_PACKAGE):
+        if event.data["dispatcher"].py_func.__module__.startswith(_PACKAGES):
             self._began()
 
     def on_end(self, event: Event) -> None:
@@ -94,11 +94,10 @@ def tell_of_compilation() -> None:
 
 def kernels() -> tuple[Dispatcher, ...]:
     found: dict[int, Dispatcher] = {}
-    solvers = importlib.import_module(_PACKAGE)
-    for info in pkgutil.walk_packages(solvers.__path__, f"{_PACKAGE}."):
-        for thing in vars(importlib.import_module(info.name)).values():
-            if isinstance(thing, Dispatcher):
-                found[id(thing)] = thing
+    for package in map(importlib.import_module, _PACKAGES):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            things = vars(importlib.import_module(info.name)).values()
+            found |= {id(thing): thing for thing in things if isinstance(thing, Dispatcher)}
     return tuple(found.values())
 
 

@@ -1,1 +1,0 @@
-"""How kernels are compiled, and how they find minimum cuts."""
