@@ -75,9 +75,7 @@ class PlanFigures:
         It has one on CUDA where it reserves less memory for that.
         """
         requests = self.problem.requests
-        if requests is None or not requests.arena:
-            return None
-        return steering_of(self.problem, self.schedule, requests.expandable)
+        return None if requests is None else steering_of(self.problem, self.schedule, requests.expandable)
 
     @cached_property
     def better_setting(self) -> str:
@@ -86,7 +84,7 @@ class PlanFigures:
         if requests is None or self.peak_bytes > enough_bytes:
             return ""
         other = not requests.expandable
-        steering = steering_of(self.problem, self.schedule, other) if requests.arena else None
+        steering = steering_of(self.problem, self.schedule, other)
         other_bytes = reserved_bytes(self.problem, self.schedule, other, steering)
         text = f"{format_bytes(other_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:{other}"
         return text * (other_bytes <= enough_bytes)

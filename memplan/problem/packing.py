@@ -14,7 +14,6 @@ slab is smaller than the most that lives at one time.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -23,18 +22,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from memplan.jit import kernel
+
 _CLOSE = 0.008  # of the bound: what is not worth a search
-_FEW = 3000  # a block is small if so many take no more than the bound, and it does not last
-_SHORT = 10  # it does not last if so many in a row would
 _LASTING = (0.8, 0.9, 0.96)  # first fit places the longest lives first: all beyond this quantile
-_STARTS = 4  # results of first fit that are lowered
-_LOWERED = 0.2  # of what is above the bound, at once
-_FAILURES = 3  # in a row, until a start is given up
-_STEPS = 1500  # placements of one search
+_LOWERED = (0.3, 0.3, 0.2, 0.2, 0.1, 0.1)  # of what is above the bound, by one search: less after each failure
+_STEPS = 5000  # placements of one search
 _FIXED = 1e6  # the weight of blocks that stay
 _NOTHING = 1e-6  # a weight that is only rounding
 _EJECTED = 0.5  # how much heavier a block becomes, of its first weight
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
+_FACTOR = 6364136223846793005  # of Knuth's linear congruential generator
+_DRAWN = (1 << 30) - 1  # the largest number that is drawn
 
 _Ints = NDArray[np.int64]
 
@@ -69,29 +68,22 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, seed: int = 0)
     size, first, last = columns(blocks)
     bound_bytes = most_alive(blocks)
     lasting = last - first
-    orders = [np.lexsort((-lasting, -size)), np.lexsort((first, -size * lasting))]
     longest = [lasting > np.quantile(lasting, share) for share in _LASTING]
-    orders += [np.lexsort((-size, -lasting * is_long)) for is_long in longest]
-    starts = {_height(at, size): at for at in (_first_fit(size, first, last, order) for order in orders)}
-    best = starts[min(starts)]
+    keys = [(-lasting, -size), (first, -size * lasting), *((-size, -lasting * is_long) for is_long in longest)]
+    best = min((_first_fit(size, first, last, np.lexsort(k)) for k in keys), key=lambda at: _height(at, size))
+    height, failures = _height(best, size), 0
     enough_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
-    matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
-    large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
-    draws = np.random.default_rng(seed)
-    for height in sorted(starts)[:_STARTS]:
-        offsets, failures = starts[height], 0
-        while height > enough_bytes and failures < _FAILURES and _height(best, size) > enough_bytes:
-            limit_bytes = max(enough_bytes, height - math.ceil((height - bound_bytes) * _LOWERED))
-            kept = np.where(offsets + size <= limit_bytes, offsets, -1)[large]
-            found = eject(size[large], first[large], last[large], kept, kept < -1, limit_bytes, draws, _STEPS)
-            failures += 1
-            if found is not None:
-                order = np.concatenate((large[np.argsort(found, kind="stable")], small))
-                lower = _first_fit(size, first, last, order)
-                if _height(lower, size) < height:
-                    offsets, height, failures = lower, _height(lower, size), 0
-        best = min(best, offsets, key=lambda at: _height(at, size))
-    return Packing(tuple(best.tolist()), _height(best, size))
+    while height > enough_bytes and failures < len(_LOWERED):
+        limit_bytes = max(enough_bytes, height - math.ceil((height - bound_bytes) * _LOWERED[failures]))
+        kept = np.where(best + size <= limit_bytes, best, -1)
+        seed += 1000  # more than there are seeds of callers
+        found = eject(size, first, last, kept, kept < -1, limit_bytes, seed, _STEPS)
+        failures += 1
+        if found.min() >= 0:
+            lower = _first_fit(size, first, last, np.argsort(found, kind="stable"))
+            if _height(lower, size) < height:
+                best, height, failures = lower, _height(lower, size), 0
+    return Packing(tuple(best.tolist()), height)
 
 
 def columns(blocks: Iterable[LiveRange]) -> tuple[_Ints, _Ints, _Ints]:
@@ -113,65 +105,113 @@ def most_alive(blocks: Iterable[LiveRange]) -> int:
     return most
 
 
+@kernel
 def _first_fit(size: _Ints, first: _Ints, last: _Ints, order: _Ints) -> _Ints:
     """Each block, in this order, at the lowest offset where it fits between those that are placed."""
-    offsets = np.zeros_like(size)
-    for count, block in enumerate(order):
-        placed = order[:count]
-        beside = placed[(first[placed] < last[block]) & (last[placed] > first[block])]
-        beside = beside[np.argsort(offsets[beside], kind="stable")]
-        tops = np.maximum.accumulate(offsets[beside] + size[beside])
-        starts = np.concatenate(([0], tops))
-        room = np.append(offsets[beside], np.iinfo(np.int64).max) - starts
-        offsets[block] = starts[np.argmax(room >= size[block])]
+    offsets, by_start = np.zeros_like(size), np.empty_like(order)
+    for count in range(len(order)):
+        block, place = order[count], 0
+        for other in by_start[:count]:
+            if first[other] < last[block] and first[block] < last[other]:
+                if offsets[other] - place >= size[block]:
+                    break
+                place = max(place, offsets[other] + size[other])
+        offsets[block] = place
+        _insert(by_start, count, offsets, block)
     return offsets
 
 
+@kernel
+def _insert(order: _Ints, count: int, keys: _Ints, block: int) -> None:
+    """Put a block into an order of so many, which is sorted by their keys."""
+    at = count
+    while at > 0 and keys[order[at - 1]] > keys[block]:
+        order[at] = order[at - 1]
+        at -= 1
+    order[at] = block
+
+
+@kernel
+def _remove(order: _Ints, count: int, block: int) -> None:
+    """Take a block out of an order of so many."""
+    at = 0
+    while order[at] != block:
+        at += 1
+    for later in range(at + 1, count):
+        order[later - 1] = order[later]
+
+
+@kernel
 def eject(
-    size: _Ints, first: _Ints, last: _Ints, offsets: _Ints, fixed: NDArray[np.bool_], limit_bytes: int,
-    draws: np.random.Generator, steps: int,
-) -> _Ints | None:  # fmt: skip
-    """Offsets in a slab of this size, or None if the search ends before it finds some.
+    size: _Ints, first: _Ints, last: _Ints, offsets: _Ints, fixed: NDArray[np.bool_], limit_bytes: int, seed: int,
+    steps: int,
+) -> _Ints:  # fmt: skip
+    """Offsets in a slab of this size; -1 of blocks that have no place when the search ends.
 
     - offsets: where blocks are when it begins; -1 of those that are to be placed.
     - fixed: blocks that stay where they are.
     - steps: placements until the search ends.
     """
-    lasting = last - first
-    born = np.sqrt(size.astype(np.float64) * lasting)
+    count, lasting, offsets = len(size), last - first, offsets.copy()
+    tops = offsets + size
+    born = np.sqrt(size * lasting.astype(np.float64))
     born /= born.max()
-    weight, offsets = np.where(fixed, _FIXED, born), offsets.copy()
-    rank = np.empty_like(size)
-    rank[np.lexsort((-lasting, -size))] = np.arange(len(size))
-    waiting = [(int(rank[block]), int(block)) for block in np.nonzero(offsets < 0)[0]]
-    heapq.heapify(waiting)
-    meets: dict[int, _Ints] = {}  # by block, those that live at some time when it does
+    weight = np.where(fixed, _FIXED, born)
+    by_turn = np.argsort(-size * (lasting.max() + 1) - lasting, kind="mergesort")  # large blocks first
+    by_start, by_top, placed = np.empty(count, np.int64), np.empty(count, np.int64), 0
+    for block in range(count):
+        if offsets[block] >= 0:
+            _insert(by_start, placed, offsets, block)
+            _insert(by_top, placed, tops, block)
+            placed += 1
+    drawn = seed
     for _ in range(steps):
-        if not waiting:
+        turn = 0
+        while turn < count and offsets[by_turn[turn]] >= 0:
+            turn += 1
+        if turn == count:
             return offsets
-        _, block = heapq.heappop(waiting)
-        if block not in meets:
-            meets[block] = np.nonzero((first < last[block]) & (last > first[block]))[0]
-        starts = offsets[meets[block]]
-        beside, starts = meets[block][starts >= 0], starts[starts >= 0]
-        tops, length = starts + size[beside], size[block]
-        places = np.concatenate(([0, limit_bytes - length], tops, starts - length))
-        places = places[(places >= 0) & (places <= limit_bytes - length)]
-        # In the way of a place are those that begin below its end, but for those that end below it.
-        by_start, by_top = np.argsort(starts), np.argsort(tops)
-        begun = np.concatenate(([0.0], np.cumsum(weight[beside[by_start]])))
-        ended = np.concatenate(([0.0], np.cumsum(weight[beside[by_top]])))
-        cost = begun[np.searchsorted(starts[by_start], places + length)]
-        cost -= ended[np.searchsorted(tops[by_top], places, "right")]
-        if not len(cost) or cost.min() > _FIXED / 2:
-            return None
-        if cost.min() > _NOTHING:
-            offset = places[np.argmin(cost * (1 + _NOISE * draws.random(len(cost))))]
-        else:
-            offset = places[cost <= _NOTHING].min()
-        for other in beside[(starts < offset + length) & (tops > offset)]:
-            offsets[other] = -1
-            weight[other] += _EJECTED * born[other]
-            heapq.heappush(waiting, (int(rank[other]), int(other)))
-        offsets[block] = offset
-    return None
+        block = by_turn[turn]
+        length, highest = size[block], limit_bytes - size[block]
+        meets = (first < last[block]) & (last > first[block])
+        starts, ends = by_start[:placed], by_top[:placed]
+        starts, ends = starts[meets[starts]], ends[meets[ends]]
+        beside = len(starts)
+        # In the way of a place are blocks that begin below its end, but for those that end below it.
+        place = chosen = i = j = k = 0
+        begun, ended, best = 0.0, 0.0, np.inf
+        while place <= highest:
+            while i < beside and offsets[starts[i]] < place + length:
+                begun += weight[starts[i]]
+                i += 1
+            while j < beside and tops[ends[j]] <= place:
+                ended += weight[ends[j]]
+                j += 1
+            cost = begun - ended
+            drawn = drawn * _FACTOR + 1  # modulo 2**64
+            noisy = cost * (1 + _NOISE * (drawn >> 33 & _DRAWN) / _DRAWN)
+            if cost <= _NOTHING or noisy < best:
+                best, chosen = noisy, place
+            if cost <= _NOTHING or place == highest:
+                break
+            while k < beside and offsets[starts[k]] - length <= place:
+                k += 1
+            place = highest  # or at the next block's end, or before the next block
+            if j < beside:
+                place = min(place, tops[ends[j]])
+            if k < beside:
+                place = min(place, offsets[starts[k]] - length)
+        if best > _FIXED / 2:
+            return offsets
+        for other in starts:
+            if offsets[other] < chosen + length and tops[other] > chosen:
+                _remove(by_start, placed, other)
+                _remove(by_top, placed, other)
+                placed -= 1
+                offsets[other] = -1
+                weight[other] += _EJECTED * born[other]
+        offsets[block], tops[block] = chosen, chosen + length
+        _insert(by_start, placed, offsets, block)
+        _insert(by_top, placed, tops, block)
+        placed += 1
+    return offsets

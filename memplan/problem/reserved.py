@@ -65,27 +65,22 @@ def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_by
 
 
 def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steering | None:
-    """How steps are led through an arena; None where they can't be, or reserve no less for it.
+    """How steps are led through an arena; None where they may have none, can't be led, or reserve no less for it.
 
-    They can't be where others are in flight beside them, where copies or gathers come and go, and where gradients are
-    taken or parameters updated while backward runs.
+    They can't be led where several are in flight, where copies or gathers come and go, and where gradients are taken or
+    parameters updated while backward runs.
     """
-    graph = problem.graph
-    taken = problem.takes_gradients or any(value.updates for value in graph.values)
-    if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
+    taken = problem.takes_gradients or any(value.updates for value in problem.graph.values)
+    moving = problem.in_flight > 1 or problem.link is not None or problem.gather is not None
+    if moving or taken or (problem.requests is not None and not problem.requests.arena):
         return None
     outside = _makers_of_outputs(problem)
-    found = lead(_microbatches(problem, schedule, outside), expandable, outside)
-    if found[-1].missed:
-        outside |= {step.op for index in found[-1].missed if isinstance(step := schedule[index], Compute)}
-        found += lead(_microbatches(problem, schedule, outside), expandable, outside)
-    candidates = [one for one in found if not one.missed]
-    if not candidates:
+    steering = lead(_microbatches(problem, schedule, outside), expandable, outside)
+    if steering is None:
         return None
-    reserved = [reserved_bytes(problem, schedule, expandable, steering) for steering in candidates]
-    if min(reserved) >= _WORTH_IT * reserved_bytes(problem, schedule, expandable):
+    led_bytes = reserved_bytes(problem, schedule, expandable, steering)
+    if led_bytes >= _WORTH_IT * reserved_bytes(problem, schedule, expandable):
         return None
-    steering = candidates[reserved.index(min(reserved))]
     heaps = [_Heap(CachingAllocator(expandable), one) for one in (steering, None)]
     for heap in heaps:  # in a step before the optimizer's
         _run_microbatches(_Loop(problem, schedule, heap))
@@ -102,9 +97,9 @@ def _run_microbatches(loop: _Loop) -> None:
 
 def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int]) -> list[list[Moment]]:
     """What microbatches between two optimizer's steps ask an arena for: one, and a further one if they add up."""
-    trace = _Trace(outside)
+    trace = _Trace(CachingAllocator(expandable=True), outside)
     _run_microbatches(_Loop(problem, schedule, trace))
-    return trace.microbatches
+    return [[(index, tuple(events)) for index, events in moments.items()] for moments in trace.microbatches]
 
 
 def _makers_of_outputs(problem: Problem) -> frozenset[int]:
@@ -171,49 +166,37 @@ class _Heap:
         self._allocator.free(address)
 
 
-class _Trace:
-    """Notes what microbatches ask an arena for. It takes the place of a `_Heap`."""
+class _Trace(_Heap):
+    """Notes what microbatches ask an arena for."""
 
-    def __init__(self, outside: frozenset[int]) -> None:
-        self.microbatches: list[list[Moment]] = []
-        self._outside, self._count = outside, 0
-        self._index: int | None = None
-        self._inside = False
-        self._events: list[Request | Release] = []
-        self._held: set[int] = set()
-
-    def expand(self, wanted: bool) -> None:
-        """There are no segments here."""
+    def __init__(self, allocator: CachingAllocator, outside: frozenset[int]) -> None:
+        super().__init__(allocator)
+        self.microbatches: list[dict[int, list[Request | Release]]] = []  # by step
+        self._outside, self._count, self._index, self._inside = outside, 0, 0, False
+        self._names: dict[int, int] = {}  # of blocks that would be in the arena, by address
 
     def begin(self, number: int) -> None:
-        self.microbatches.append([])
+        self.microbatches.append({})
 
     def step(self, index: int | None, op: int | None) -> None:
-        if self._events:
-            assert self._index is not None
-            self.microbatches[-1].append((self._index, tuple(self._events)))
-            self._events = []
-        if index is not None:
-            self._index = index
+        self._index = self._index if index is None else index
         self._inside = index is not None and op not in self._outside
 
     def allocate(self, size_bytes: int) -> int:
-        size_bytes = -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        if not size_bytes:
-            return 0
-        self._count += 1
+        address, size_bytes = super().allocate(size_bytes), -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         if self._inside and size_bytes > SMALL_BYTES:
-            self._events.append(Request(self._count, size_bytes))
-            self._held.add(self._count)
-        return self._count
+            self._count += 1
+            self._names[address] = self._count
+            self.microbatches[-1].setdefault(self._index, []).append(Request(self._count, size_bytes))
+        return address
 
     def free(self, address: int) -> None:
-        if address in self._held:
-            self._held.remove(address)
-            self._events.append(Release(address))
+        super().free(address)
+        if (name := self._names.pop(address, None)) is not None:
+            self.microbatches[-1].setdefault(self._index, []).append(Release(name))
 
 
-def _begin(problem: Problem, allocator: _Heap | _Trace) -> list[int]:
+def _begin(problem: Problem, allocator: _Heap) -> list[int]:
     """Allocate what is there before a loop, as its process did. Gives the addresses of the sample's inputs."""
     requests = problem.requests or Requests()
     allocator.expand(not requests.expanded_late)
@@ -225,7 +208,7 @@ def _begin(problem: Problem, allocator: _Heap | _Trace) -> list[int]:
     return inputs
 
 
-def _allocate(graph: Graph, role: str, allocator: _Heap | _Trace) -> list[int]:
+def _allocate(graph: Graph, role: str, allocator: _Heap) -> list[int]:
     """Addresses of new blocks for the values of a role that are on the device when a step begins."""
     values = [v for v in graph.values if v.role == role and v.home == "device" and v.reuses is None]
     return [allocator.allocate(v.size_bytes) for v in values]
@@ -243,9 +226,7 @@ class _Loop:
     - dropped: outputs that the caller lets go before backward.
     """
 
-    def __init__(
-        self, problem: Problem, schedule: Schedule, allocator: _Heap | _Trace, dropped: Collection[int] = ()
-    ) -> None:
+    def __init__(self, problem: Problem, schedule: Schedule, allocator: _Heap, dropped: Collection[int] = ()) -> None:
         self.problem, self.graph, self.allocator, self.dropped = problem, problem.graph, allocator, dropped
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]

@@ -10,7 +10,8 @@ blocks that nobody uses:
            |  aaaa
            |  cc..
 
-A plug stays until a block is to go where it is. Where a step asks for other blocks than it was led for, its results are
+A plug stays until a block is to go where it is. Nothing can be plugged between two requests of one op. So where a small
+one takes the hole of a larger one that comes after it, the larger one is packed anew with more room. Where a step asks for other blocks than it was led for, its results are
 the same, and it reserves more.
 
 Blocks of at most 1 MiB are elsewhere: the allocator has segments of 2 MiB for those.
@@ -19,9 +20,8 @@ Blocks of at most 1 MiB are elsewhere: the allocator has segments of 2 MiB for t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,10 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES
-from memplan.problem.packing import LiveRange, columns, eject, pack_slab
+from memplan.problem.packing import LiveRange, columns, eject, most_alive, pack_slab
 
-# Arenas that are tried until none misses a block: the seed of a packing, and the size as a multiple of that packing.
-_ARENAS = ((0, 1.0), (1, 1.0), (2, 1.0), (0, 1.01), (0, 1.03), (0, 1.1))
+# Arenas that are tried, as multiples of packings. At 1.0, blocks that were missed before are packed with more room.
+_ARENAS = (1.0, 1.0, 1.0, 1.0, 1.01, 1.03, 1.1)
+_CLOSE = 1.05  # of what is alive: an arena that is worth no further trial, where it misses no block
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
 _MOST_MOVES = 24  # before one step of a schedule
 _TRIES = 20  # places that are tried for the blocks of one step
@@ -69,8 +70,6 @@ class Steering:
     - outside: ops that make large blocks for the caller to hold, which are outside of the arena, with all that they ask
       for.
     - kept_bytes: what is in the arena when a further microbatch begins.
-    - missed: steps of the schedule that ask for blocks which have no place in the arena.
-    - reserved_bytes: of the arena, and of such blocks.
     - plugged_bytes: how much higher the peak of what is allocated is for the plugs.
     """
 
@@ -78,36 +77,48 @@ class Steering:
     moves: tuple[Moves, ...]
     outside: frozenset[int]
     kept_bytes: int = 0
-    missed: frozenset[int] = frozenset()
-    reserved_bytes: int = 0
     plugged_bytes: int = 0
 
 
 def lead(
     microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: frozenset[int] = frozenset()
-) -> list[Steering]:
-    """Ways to lead microbatches through an arena that is as small as is found: with no block missed, then with some.
+) -> Steering | None:
+    """How microbatches are led through an arena that is as small as is found; None where blocks are always missed.
 
-    The second is only given where it reserves less. expandable: the allocator's setting `expandable_segments`.
+    expandable: the allocator's setting `expandable_segments`.
     """
     blocks = _live_ranges([moment for moments in microbatches for moment in moments])
     if not blocks:
-        return [Steering(0, tuple({} for _ in microbatches), outside)]
+        return Steering(0, tuple({} for _ in microbatches), outside)
     events = {event for _, events in microbatches[0] for event in events}
     kept_bytes = sum(e.size_bytes for e in events if isinstance(e, Request) and Release(e.name) not in events)
-    pack = functools.cache(lambda seed: pack_slab(list(blocks.values()), seed=seed))
-    found: list[Steering] = []
-    for seed, spare in _ARENAS:
-        arena_bytes = math.ceil(pack(seed).size_bytes * spare / ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
-        leader = _Leader(arena_bytes, expandable, blocks, pack(seed).offsets)
+    close_bytes = _CLOSE * most_alive(blocks.values())
+    best, roomy = None, dict(blocks)
+    for seed, spare in enumerate(_ARENAS):
+        packing = pack_slab(list((roomy if spare == 1.0 else blocks).values()), seed=seed)
+        arena_bytes = math.ceil(packing.size_bytes * spare / ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        leader = _Leader(arena_bytes, expandable, blocks, packing.offsets)
         moves = tuple(leader.run(moments) for moments in microbatches)
-        missed, all_bytes = frozenset(leader.missed), arena_bytes + leader.outside_bytes
-        found.append(Steering(arena_bytes, moves, outside, kept_bytes, missed, all_bytes))
-        if not missed:
+        if not leader.missed and (best is None or arena_bytes < best.arena_bytes):
+            best = Steering(arena_bytes, moves, outside, kept_bytes)
+        if best is not None and best.arena_bytes <= close_bytes:
             break
-    found.sort(key=lambda one: (one.reserved_bytes, len(one.missed)))
-    whole = [one for one in found if not one.missed][:1]
-    return whole + [found[0]] * bool(found[0].missed)
+        for index, asked in (moment for moments in microbatches for moment in moments):
+            for name, room_bytes in _rooms(asked) if index in leader.missed else ():
+                roomy[name] = roomy[name]._replace(size_bytes=room_bytes)
+    return best
+
+
+def _rooms(events: Iterable[Request | Release]) -> Iterator[tuple[int, int]]:
+    """What requests of one step need that are larger than some before: more room, in bytes, than all before take.
+
+    Else one of those would go to the hole that is for the larger one, where it is the smallest that has room for both.
+    """
+    before = list[int]()
+    for request in (event for event in events if isinstance(event, Request)):
+        if before and request.size_bytes > min(before):
+            yield request.name, max(request.size_bytes, sum(before) + SMALL_BYTES)
+        before.append(request.size_bytes)
 
 
 def _live_ranges(moments: Iterable[Moment]) -> dict[int, LiveRange]:
@@ -155,10 +166,6 @@ class _Holes:
         fitting = [(hole_bytes, offset) for offset, hole_bytes in self.holes.items() if hole_bytes >= size_bytes]
         return min(fitting)[1] if fitting else None
 
-    def hole_at(self, offset: int) -> int | None:
-        """Where the hole begins that has this offset, or that begins a little after it."""
-        return next((o for o, n in self.holes.items() if o - SMALL_BYTES <= offset < o + n), None)
-
     def allocate(self, size_bytes: int) -> int | None:
         """The offset of a new block; None where no hole is large enough."""
         offset = self.fit(size_bytes)
@@ -190,7 +197,6 @@ class _Leader:
     - places: offsets of live blocks; None of those for which no hole was large enough.
     - plugs: bytes by offset.
     - missed: steps some of whose blocks had no place.
-    - outside_bytes: the most of such blocks.
     - tries: how many are left.
     """
 
@@ -203,9 +209,7 @@ class _Leader:
         self.offsets, self.begun = np.array(offsets), np.zeros(len(blocks), bool)
         self.places: dict[int, int | None] = {}
         self.plugs: dict[int, int] = {}
-        self.missed: set[int] = set()
-        self.outside_bytes, self.tries = 0, _MOST_TRIES
-        self.draws = np.random.default_rng(0)
+        self.missed, self.tries, self.draws = set[int](), _MOST_TRIES, np.random.default_rng(0)
 
     def run(self, moments: Sequence[Moment]) -> Moves:
         """Moves for a microbatch. No plugs are there before and after it."""
@@ -224,26 +228,19 @@ class _Leader:
         """
         requests = [event for event in events if isinstance(event, Request)]
         wishes = {r.name: int(self.offsets[self.index[r.name]]) for r in requests}
-        tried: list[tuple[int, _Attempt, _Ints | None]] = []
-        for _ in range(max(1, min(_TRIES, self.tries))):
+        for _ in range(_TRIES):
             attempt = self._attempt(wishes, events)
-            outside_bytes = sum(r.size_bytes for r in attempt.homeless)
             offsets = self._repaired(requests, attempt.places)
-            tried.append((outside_bytes, attempt, offsets))
-            if offsets is not None and not outside_bytes:
+            if (offsets is not None and not attempt.misses) or not self.tries:
                 break
-            wishes = self._other_places(events)
-        self.tries -= len(tried) - 1
-        outside_bytes, attempt, offsets = min(tried, key=lambda one: (one[0], one[2] is None))
-        if outside_bytes:
+            wishes, self.tries = self._other_places(requests), self.tries - 1
+        if attempt.misses:
             self.missed.add(index)
-            outside_bytes += sum(int(self.size[self.index[name]]) for name, at in self.places.items() if at is None)
-            self.outside_bytes = max(self.outside_bytes, outside_bytes)
         self.holes, self.places = attempt.holes, attempt.places
         if offsets is not None:
             self.offsets = offsets
+        self.begun[[self.index[request.name] for request in requests]] = True
         for request in requests:
-            self.begun[self.index[request.name]] = True
             if (at := self.places.get(request.name)) is not None:
                 self.offsets[self.index[request.name]] = at
         for size_bytes, offset in attempt.moves:
@@ -258,7 +255,6 @@ class _Leader:
         spans = [(wishes[e.name], wishes[e.name] + e.size_bytes) for e in events if isinstance(e, Request)]
         moves = [(0, p) for p, n in self.plugs.items() if any(p < end and begin < p + n for begin, end in spans)]
         settled: set[int] = set()  # what goes where the allocator puts it
-        opened = False
         while True:
             begin = self.holes.after(moves)
             attempt = _Attempt(moves, begin.after(()), dict(self.places))
@@ -266,9 +262,6 @@ class _Leader:
             if wrong is None:
                 return attempt
             taken = attempt.holes.fit(wrong.size_bytes)
-            if taken is None and not opened:  # there was no room beside the plugs
-                moves, opened = [(0, offset) for offset in self.plugs], True
-                continue
             more = None
             if taken is not None and len(moves) < _MOST_MOVES:
                 more = _close_around(begin, (taken, wishes[wrong.name]), spans)
@@ -290,44 +283,37 @@ class _Leader:
         there[[self.index[name] for name, at in places.items() if at is not None]] = True
         found = eject(
             self.size[there], self.first[there], self.last[there], offsets[there], ~ahead[there], self.size_bytes,
-            self.draws, _REPAIRS,
+            int(self.draws.integers(1 << 32)), _REPAIRS,
         )  # fmt: skip
-        if found is None:
+        if found.min() < 0:
             return None
         offsets[there] = found
         return offsets
 
-    def _other_places(self, events: Sequence[Request | Release]) -> dict[int, int]:
-        """Places for the requests of a step, drawn: in what is free but for plugs, and apart while both live."""
+    def _other_places(self, requests: Sequence[Request]) -> dict[int, int]:
+        """Places for the requests of a step, drawn: apart, in what is free but for plugs."""
         holes = self.holes.after((0, offset) for offset in self.plugs).holes.items()
-        ends = {event.name: number for number, event in enumerate(events) if isinstance(event, Release)}
-        gap = int(self.draws.choice((0, SMALL_BYTES + MIN_BLOCK_BYTES)))  # the second is for a plug
         found: dict[int, int] = {}
-        placed: list[tuple[int, int, int, int]] = []
-        for number in self.draws.permutation(len(events)).tolist():
-            request = events[number]
-            if isinstance(request, Release):
-                continue
-            size_bytes, end = request.size_bytes, ends.get(request.name, len(events))
-            beside = [(low, top) for low, top, begin, until in placed if begin < end and number < until]
-            wanted = int(self.offsets[self.index[request.name]])
-            places = [wanted, *(at for o, n in holes for at in (o, o + n - size_bytes))]
-            places += [at for low, top in beside for at in (top + gap, low - gap - size_bytes)]
+        placed: list[tuple[int, int]] = []
+        for number in self.draws.permutation(len(requests)).tolist():
+            name, size_bytes = requests[number]
+            places = [at for o, n in holes for at in (o, o + n - size_bytes)]
+            places += [at for low, top in placed for at in (top, low - size_bytes)]
             places = [at for at in places if any(o <= at and at + size_bytes <= o + n for o, n in holes)]
-            places = [at for at in places if not any(at < top and low < at + size_bytes for low, top in beside)]
-            found[request.name] = at = int(self.draws.choice(places or [wanted]))
-            placed.append((at, at + size_bytes, number, end))
+            places = [at for at in places if not any(at < top and low < at + size_bytes for low, top in placed)]
+            found[name] = at = int(self.draws.choice(places or [self.offsets[self.index[name]]]))
+            placed.append((at, at + size_bytes))
         return found
 
 
 @dataclass(slots=True)
 class _Attempt:
-    """What comes of moves before a step, and of the step. homeless: requests for which no hole was large enough."""
+    """What comes of moves before a step, and of the step. misses: no hole was large enough for some request."""
 
     moves: list[Move]
     holes: _Holes
     places: dict[int, int | None]
-    homeless: list[Request] = field(default_factory=list)
+    misses: bool = False
 
     def run(
         self, events: Sequence[Request | Release], wishes: dict[int, int], settled: Collection[int]
@@ -343,16 +329,13 @@ class _Attempt:
             if not right and event.name not in settled:
                 return event
             self.places[event.name] = self.holes.allocate(event.size_bytes)
-            if at is None:
-                self.homeless.append(event)
+            self.misses |= at is None
         return None
 
 
 def _close_around(begin: _Holes, offsets: Iterable[int], spans: Sequence[tuple[int, int]]) -> list[Move] | None:
-    """Moves that close a part of a hole at one of these offsets, outside of these spans. None where that can't be."""
-    for hole in map(begin.hole_at, offsets):
-        if hole is None:
-            continue
+    """Moves that close a part of a hole at one of these offsets, or a little above, but for these spans, if any can."""
+    for hole in (o for at in offsets for o, n in begin.holes.items() if o - SMALL_BYTES <= at < o + n):
         low, top = hole, hole + begin.holes[hole]
         for start, end in [*sorted(span for span in spans if span[0] < top and hole < span[1]), (top, top)]:
             if moves := _close(begin, low, start - low):

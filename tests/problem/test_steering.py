@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from hypothesis import strategies as st
 
 from memplan.config import Config
 from memplan.plans.plan import Plan
-from memplan.problem import reserved
+from memplan.problem import reserved, steering
 from memplan.problem.caching_allocator import SMALL_BYTES, CachingAllocator
 from memplan.problem.data import Problem, Requests
-from memplan.problem.packing import most_alive
+from memplan.problem.packing import LiveRange, Packing, most_alive, pack_slab
 from memplan.problem.reserved import reserved_bytes, steering_of
 from memplan.problem.schedule import Compute, Schedule
 from memplan.problem.simulate import simulate, unplanned_step
@@ -34,8 +35,8 @@ PROBLEMS = {"llama": llama_like(4), "resnet": resnet_like((2, 2, 2, 2)), "unet":
 
 def led_blocks(moments: list[Moment], expandable: bool) -> tuple[int, int]:
     """The most bytes that the allocator reserves for moments that are led, and that live at one time."""
-    found = lead([moments], expandable)[0]
-    if found.missed:  # some block has no place in any of those that were tried
+    found = lead([moments], expandable)
+    if found is None:  # some block has no place in any of those that were tried
         return 0, 1
     allocator = CachingAllocator(expandable)
     start = allocator.extend(found.arena_bytes, 0)
@@ -104,8 +105,40 @@ def test_a_short_block_keeps_the_hole_that_alone_has_room_for_it() -> None:
     ]
     leader = _Leader(200 * MIB, True, _live_ranges(moments), offsets)
     leader.run(moments)
-    assert not leader.missed and leader.outside_bytes == 0
+    assert not leader.missed
     assert [leader.places[name] for name in (fixed, out, rest)] == [64 * MIB, 136 * MIB, 72 * MIB]
+
+
+def test_a_block_that_is_missed_is_packed_with_more_room_than_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in cuDNN's attention: an op asks for three gradients, then for `scratch`. The first gradient goes to its hole.
+
+    MiB 113 |-------|
+            |   b   |
+         95 |-------|
+            |   y   |  then three gradients
+         41 |-------|
+            |   a   |
+         37 |-------|
+            |   x   |  then scratch
+          0 |-------|
+    """
+    x, a, y, b, gradients, scratch = 1, 2, 3, 4, (5, 6, 7), 8
+    moments: list[Moment] = [
+        *((name, (Request(name, size * MIB),)) for name, size in ((x, 37), (a, 4), (y, 54), (b, 18))),
+        (5, (Release(x), Release(y))),
+        (6, (*(Request(name, 18 * MIB) for name in gradients), Request(scratch, 37 * MIB), Release(scratch))),
+        (7, tuple(map(Release, (*gradients, a, b)))),
+    ]
+    tight, packed = Packing(tuple(at * MIB for at in (0, 37, 41, 95, 41, 59, 77, 0)), 113 * MIB), list[int]()
+
+    def pack(blocks: Sequence[LiveRange], seed: int) -> Packing:
+        packed.append(blocks[scratch - 1].size_bytes)
+        return tight if len(packed) == 1 else pack_slab(blocks, seed=seed)
+
+    monkeypatch.setattr(steering, "pack_slab", pack)
+    found = lead([moments], True)
+    assert packed[:2] == [37 * MIB, 55 * MIB]
+    assert found is not None and found.arena_bytes < 1.05 * 113 * MIB
 
 
 def test_random_moments_are_led_in_little_more_than_they_hold() -> None:
@@ -148,10 +181,10 @@ def test_steps_that_are_led_reserve_less(name: str, expandable: bool, accumulate
     problem = replace(PROBLEMS[name], requests=Requests(expandable), accumulate=accumulate)
     led = [(s, found) for s in schedules(problem) if (found := steering_of(problem, s, expandable)) is not None]
     assert led
-    for schedule, steering in led:
-        led_bytes = reserved_bytes(problem, schedule, expandable, steering)
+    for schedule, found in led:
+        led_bytes = reserved_bytes(problem, schedule, expandable, found)
         assert simulate(problem, schedule).peak_bytes <= led_bytes < reserved_bytes(problem, schedule, expandable)
-        assert len(steering.moves) == 1 + accumulate
+        assert len(found.moves) == 1 + accumulate
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.plan")), ids=lambda path: path.stem)
@@ -177,7 +210,7 @@ def test_what_an_arena_is_asked_for_comes_to_the_peak(problem: Problem) -> None:
     assert peak_bytes - elsewhere_bytes <= alive_bytes <= peak_bytes
 
 
-def test_blocks_without_a_place_count_once() -> None:
+def test_steps_that_ask_for_blocks_without_a_place_are_named() -> None:
     """10 MiB in an arena of 20, then 40 and 50 that fit nowhere."""
     moments: list[Moment] = [
         (0, (Request(0, 10 * MIB),)), (1, (Request(1, 40 * MIB),)), (2, (Request(2, 50 * MIB),)),
@@ -185,7 +218,7 @@ def test_blocks_without_a_place_count_once() -> None:
     ]  # fmt: skip
     leader = _Leader(20 * MIB, True, _live_ranges(moments), [0, 0, 0])
     leader.run(moments)
-    assert leader.missed == {1, 2} and leader.outside_bytes == 90 * MIB
+    assert leader.missed == {1, 2}
 
 
 def test_what_the_caller_holds_is_outside() -> None:
