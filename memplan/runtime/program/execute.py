@@ -201,10 +201,10 @@ class Runner:
         watched = [(f"input {i}", inputs[i]) for i in program.backward_inputs]
         watched += [(f"output {self.outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs]
         read = [(f"input {i}", tensor) for i, tensor in enumerate(inputs)]
-        state = Watched.named(program.backward_state, self.store)
+        state = Watched(program.backward_state, store=self.store)
         noted = {*program.backward_state, *self.written.buffers}
         others = [n for n in self.store if n not in noted]
-        start.read.extend([Watched.of(read, self._constants[1]), state, Watched.named(others, self.store)])
+        start.read.extend([Watched.of(read, self._constants[1]), state, Watched(others, store=self.store)])
         decided = [outputs[i] for i in self._decisions]
         to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
         waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided)

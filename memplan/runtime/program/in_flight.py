@@ -67,17 +67,18 @@ class Written:
 class Watched:
     """Tensors as they are when forward ends. A step has hundreds of them, so all are looked at together.
 
-    store: where they are looked up by name; None for inputs, outputs and constants.
+    store: where parameters and buffers are looked up by name; None for inputs, outputs and constants.
     """
 
     def __init__(
-        self, names: Sequence[str], tensors: Sequence[torch.Tensor], store: ParameterStore | None = None
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor] = (), store: ParameterStore | None = None
     ) -> None:
-        self._names, self._tensors, self._store = names, tensors, store
+        self._names, self._store = names, store
+        self._tensors = tensors if store is None else store.tensors(names)
         # Of sharded parameters, whose memory comes and goes, only the version counts.
         self._sharded = store is not None and store.gathers is not None and [*map(store.is_sharded, names)]
         known = private.known_storage if store is None else store.known_storage
-        self._storages = [*map(known, tensors)]  # while they are held, no other storage has one of their keys
+        self._storages = [*map(known, self._tensors)]  # while they are held, no other storage has one of their keys
         self.then = self._look()
 
     @staticmethod
@@ -85,11 +86,6 @@ class Watched:
         """Inputs and outputs, and constants by name."""
         tensors = [*tensors, *((f"constant {name}", tensor) for name, tensor in constants.items())]
         return Watched([name for name, _ in tensors], [tensor for _, tensor in tensors])
-
-    @staticmethod
-    def named(names: Sequence[str], store: ParameterStore) -> Watched:
-        """Parameters and buffers."""
-        return Watched(names, store.tensors(names), store)
 
     def _look(self) -> list[tuple[int, int, int]]:
         """Version, storage and offset of each tensor."""
