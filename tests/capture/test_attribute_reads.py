@@ -118,6 +118,7 @@ class Net(nn.Module):
         self.behind, self.proxied = [{"settings": Settings()}], weakref.proxy(self.settings)
         self.user_dict, self.alike, self.as_usual = UserDict(scale=1.0), Alike(1.0), AsUsual()
         self.scale, self.progress, self.counts, self.trainer = 1.0, 0, [0], Namespace(step=0, log=[], net=None)
+        self.ordered, self.index = {"scale": 2.0, "other": 3.0}, [0, 1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.first(x))
@@ -197,6 +198,14 @@ READS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[An
     "by the sign of zero": (
         number(lambda net: math.copysign(2.0, net.settings.zero)),
         lambda net: setattr(net.settings, "zero", -0.0),
+    ),
+    "by the order of keys": (
+        number(lambda net: next(iter(net.ordered.values()))),
+        lambda net: net.ordered.update(scale=net.ordered.pop("scale")),
+    ),
+    "of a list, then a tuple": (
+        number(lambda net: 1.0 + isinstance(net.index, tuple)),
+        lambda net: setattr(net, "index", (0, 1)),
     ),
     "of one as usual": (number(lambda net: net.as_usual.scale), putting(lambda net: net.as_usual)),
     "in backward": (lambda net, x: ScaledInBackward.apply(x, net.settings), putting(SETTINGS)),

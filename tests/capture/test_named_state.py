@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import functools
 import importlib
 import logging
 import sys
@@ -71,6 +72,50 @@ class Net(nn.Module):
         return (x * TABLE["factor"][0] * CONFIG.scale * LARGE[0]).pow(2).mean()
 
 
+def through(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Code of which the model is the first argument."""
+    return net.scaled(x) * net.scale  # type: ignore[no-any-return]
+
+
+class Through(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return through(self, self.layer(x)).pow(2).mean()
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * TABLE["factor"][0]
+
+    @property
+    def scale(self) -> float:
+        return SCALE
+
+
+class Registry:
+    known: list[type[Any]] = []  # noqa: RUF012
+
+    def __init_subclass__(cls) -> None:
+        Registry.known.append(cls)
+
+
+class Kind(Registry):
+    def value(self) -> float:
+        return SCALE
+
+
+class ByRegistry(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * Registry.known[0]().value()).pow(2).mean()
+
+
+class ByPartial(Net):
+    def times(self, count: int) -> float:
+        return count * SCALE
+
+    twice = functools.partialmethod(times, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * self.twice()).pow(2).mean()
+
+
 @pytest.fixture(autouse=True)
 def as_at_first() -> Iterator[None]:
     global SCALE, FLAG
@@ -114,6 +159,21 @@ def gradients(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_what_the_code_names_is_checked_before_each_call(change: Callable[[float], None]) -> None:
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 8)
+    planned = memplan.apply(copy.deepcopy(net), x, "1GiB", costs="estimate")
+    for value in (1.0, 2.0, 1.0):
+        change(value)
+        assert all(map(torch.equal, gradients(net, x), gradients(planned, x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [(Through, set_global), (Through, set_in_container), (ByRegistry, set_global), (ByPartial, set_global)],
+)
+def test_what_code_names_that_is_reached_by_other_ways_is_checked(
+    kind: type[nn.Module], change: Callable[[float], None]
+) -> None:
+    torch.manual_seed(0)
+    net, x = kind(), torch.randn(4, 8)
     planned = memplan.apply(copy.deepcopy(net), x, "1GiB", costs="estimate")
     for value in (1.0, 2.0, 1.0):
         change(value)

@@ -160,7 +160,7 @@ class NamedState:
                 thing = thing.__func__
             elif isinstance(thing, property):
                 thing = thing.fget
-            elif isinstance(thing, functools.cached_property):
+            elif isinstance(thing, (functools.cached_property, functools.partialmethod)):
                 thing = thing.func
             elif isinstance(thing, functools._lru_cache_wrapper):
                 thing = thing.__wrapped__
@@ -181,9 +181,10 @@ class NamedState:
 
     def _look_into(self, function: FunctionType) -> None:
         facts = facts_of_code(function.__code__)
-        self._others |= facts.others
+        homes = tuple(self._homes.get(function.__code__, ()))
+        self._others |= facts.others if homes else facts.others | facts.own
         self.sets |= facts.sets
-        for home in tuple(self._homes.get(function.__code__, ())):  # what a method names by `self` or `cls`
+        for home in homes:  # what a method names by `self` or `cls`
             if home not in self._of_model:
                 self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
             for other in dict.fromkeys((*self._below[home], *home.__mro__)):
@@ -244,6 +245,8 @@ class NamedState:
     def _name_attributes(self, kind: type, names: Collection[str]) -> None:
         for name in set(names) - vars(torch.autograd.Function).keys():
             home = next(base for base in kind.__mro__ if name in vars(base))
+            if isinstance(known := vars(home)[name], (dict, list, tuple)):  # a registry of functions or classes
+                self._reach_code(known)
             self._name(
                 home, f"class {home.__module__}.{home.__qualname__} as code names it",
                 functools.partial(NamedTable.of_class, home), not _is_installed(home.__module__), name,

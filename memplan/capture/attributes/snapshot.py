@@ -151,7 +151,7 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _frozen(v) for k, v in value.items()}
     if isinstance(value, (list, tuple, deque)):
-        return [_frozen(v) for v in value]
+        return tuple(map(_frozen, value)) if isinstance(value, tuple) else list(map(_frozen, value))
     if isinstance(value, (set, frozenset)):
         return set(value)
     return value.copy() if isinstance(value, np.ndarray) else value
@@ -162,11 +162,11 @@ def is_unchanged(frozen: Any, value: Any) -> bool:
     if frozen is value:
         return True
     if isinstance(value, dict):
-        same_keys = isinstance(frozen, dict) and frozen.keys() == value.keys()
+        same_keys = isinstance(frozen, dict) and list(frozen) == list(value)  # in one order, too
         return same_keys and all(is_unchanged(v, value[k]) for k, v in frozen.items())
     if isinstance(value, (list, tuple, deque)):
-        same_length = isinstance(frozen, (list, tuple, deque)) and len(frozen) == len(value)
-        return same_length and all(map(is_unchanged, frozen, value))
+        same_kind = isinstance(frozen, (list, tuple, deque)) and isinstance(frozen, tuple) is isinstance(value, tuple)
+        return same_kind and len(frozen) == len(value) and all(map(is_unchanged, frozen, value))
     if isinstance(value, (set, frozenset)):
         return bool(frozen == value)
     if isinstance(value, np.ndarray):
