@@ -23,7 +23,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.solvers.offload.copies import movables_of
 from tests.support.meter import LiveMeter
 from tests.support.parameters import quickly
-from tests.support.zoo import assert_same_bits, call, loss_of, run_steps
+from tests.support.zoo import assert_same_bits, call, copied, loss_of, run_steps
 
 Sample = Any
 WIDTH = 16
@@ -429,6 +429,57 @@ class PythonLayerDrop(LayerDrop):
 def test_what_saves_other_tensors_in_each_step_has_room_for_the_most(kind: type[nn.Module], summed: bool) -> None:
     _, plan = assert_planned(lambda: Inside(kind(), summed=summed), rows(48), "middle", exactly=False)
     assert "what it saves differs from step to step" in plan.report()
+
+
+class Reader(nn.Module):
+    """Reads what an encoder made in layers that it may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand(()) >= 0.5:
+                x = x + torch.tanh(layer(x + memory))
+        return self.norm(x)  # type: ignore[no-any-return]
+
+
+class Encoded(nn.Module):
+    """An encoder, with an island of its own, whose output is read by another one alone, or by the head as well."""
+
+    def __init__(self, by_head: bool) -> None:
+        super().__init__()
+        self.embed, self.before, self.routed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Routed()
+        self.after, self.reader, self.head = nn.Linear(WIDTH, WIDTH), Reader(), nn.Linear(WIDTH, 8)
+        self.by_head = by_head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.after(torch.tanh(self.routed(self.before(x).sin())))
+        other = torch.cos(memory) if self.by_head else torch.zeros(())
+        return self.head(self.reader(self.embed(x), memory) + other).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("grads", ["surface", "edges"])
+def test_what_is_read_by_layers_that_are_left_out_gets_no_gradient(by_head: bool, grads: Any) -> None:
+    net, plain = twins(lambda: Encoded(by_head))
+    memplan.apply(net, rows(), "min", costs="estimate", grads=grads)
+    assert len(whole_plan(net).islands) == 2
+    found = []
+    for one in (plain, net):
+        torch.manual_seed(5)
+        optimizer, results = torch.optim.AdamW(one.parameters(), 1e-2), list[Any]()
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = one(rows())
+            loss.backward()
+            results.append(copied([loss, {n: p.grad for n, p in one.named_parameters()}]))
+            optimizer.step()
+        found.append([results, copied(one.state_dict())])
+    assert_same_bits(*found)
+    left_out = [step[1]["before.weight"] is None for step in found[0][0]]
+    assert any(left_out) is not by_head and not all(left_out)
 
 
 def test_a_row_of_a_batch_reaches_few_experts() -> None:

@@ -277,11 +277,14 @@ class Island(IslandCall):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(
-        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], absent: set[str] | None = None
+        self,
+        grads: Sequence[torch.Tensor | None],
+        kept: Sequence[torch.Tensor],
+        absent: set[tuple[str, int]] | None = None,
     ) -> list[torch.Tensor]:
         """Run the backward op: its results, then 8 bytes that nobody reads. kept: the ticket, then what backward reads.
 
-        absent: takes the names of parameters that get no gradient in this step. Their results are zero.
+        absent: takes this island's name with each input that gets no gradient in this step. Their results are zero.
 
         Raises UnsupportedModel where the gradients are others than in its first run.
         """
@@ -330,7 +333,7 @@ class Island(IslandCall):
         needed: Sequence[int],
         sources: Mapping[Source, torch.Tensor],
         results: list[torch.Tensor],
-        absent: set[str] | None,
+        absent: set[tuple[str, int]] | None,
     ) -> tuple[tuple[Place | None, ...], ...]:
         """Gradients in memory of their own, as many and in such layouts as in the first run.
 
@@ -339,9 +342,9 @@ class Island(IslandCall):
         assert self.forward_facts is not None
         taken, places = {storage_key(t) for t in sources.values()}, list[tuple[Place | None, ...]]()
         for i, of_one in zip(needed, found, strict=True):
-            owner, slots = self.owners[i], 1 if self.room is not None else max(1, self.forward_facts.uses[i])
-            if owner is not None and not of_one and i not in self.shared and absent is not None:
-                absent.add(owner)
+            slots = 1 if self.room is not None else max(1, self.forward_facts.uses[i])
+            if not of_one and absent is not None:
+                absent.add((self.name, i))
             given = [t.detach() for t in (of_one if len(of_one) <= slots else [functools.reduce(torch.add, of_one)])]
             mine = []
             for gradient in (*given, *(None for _ in range(slots - len(given)))):

@@ -270,6 +270,14 @@ class IslandCall:
         uses = () if self.room is not None else self.forward_facts.uses
         return [position for position, count in enumerate(uses) for _ in range(1, count)]
 
+    @property
+    def inputs_by_gradient(self) -> dict[int | None, int]:
+        """Which input each result of the backward op is a gradient of."""
+        needed = [position for position, needs in enumerate(self.needs) if needs]
+        gradients = () if self.backward_facts is None else self.backward_facts.gradients
+        places = ((position, p) for position, of_one in zip(needed, gradients) for p in of_one if p is not None)
+        return {p.source[1]: position for position, p in places if p.source[0] == "result of backward"}
+
     # -- sizes ------------------------------------------------------------------------------------------------------
 
     @property

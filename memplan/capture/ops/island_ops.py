@@ -69,7 +69,10 @@ class IslandKernel:
             return island.forward(store.model, tensors, self.again)
         grads, kept = args
         island = island.at(graph_of(kept[0]).numbers or ()) if is_sized else island
-        return island.backward(grads, kept, store.absent)
+        results = island.backward(grads, kept, store.absent)
+        if store.gets_none((island.name,)):  # in eager, its backward does not run
+            store.absent.update((island.name, position) for position in range(len(island.inputs)))
+        return results
 
     @property
     def is_random(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
+from memplan.capture.analysis.routes import routes_of_gradients
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.places import Layout
@@ -82,6 +83,7 @@ class Runner:
         kernels = [kernel.target for kernel in traced.kernels if isinstance(kernel.target, IslandKernel)]
         islands = [kernel.island for kernel in kernels if kernel.forward]
         self._once, self._has_islands = [island for island in islands if island.once], bool(islands)
+        self._routes = routes_of_gradients(traced) if islands else {}
         self.unlike = [island.title for island in islands if not island.alike]
         self._known_sizes = set() if self._sizes is None else {self._sizes.here}  # at which results are as traced
         self.watch: Observer | None = None
@@ -235,6 +237,7 @@ class Runner:
             state.returned(self.outputs, tangents)
         self.store.begin(self._constants[0])
         self.store.absent.clear()
+        self.store.routes = self._routes
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
             self.store.look_for_hooks()
@@ -262,7 +265,7 @@ class Runner:
         self.arrived = layouts_of(tangents)
         self.store.transfers.all_reads_done()
         found = zip(self.program.gradients, results, strict=True)
-        return {key: gradient for key, gradient in found if key not in self.store.absent}
+        return {key: gradient for key, gradient in found if not self.store.gets_none(key)}
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
         if not state.surfaced.isdisjoint(names):

@@ -40,7 +40,8 @@ class ParameterStore:
     ) -> None:
         self.model, self.transfers, self.arena, self.updates = model, transfers, arena, updates
         self.gathers, self._specs = gathers, specs
-        self.absent: set[str] = set()  # parameters that get no gradient in this backward
+        self.routes: Mapping[Any, frozenset[Any]] = {}  # of gradients in this backward: `routes_of_gradients`
+        self.absent: set[tuple[str, int]] = set()  # of these routes, those by which none comes
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
         self._storages: dict[int, Any] = {}  # weak references by key
@@ -103,6 +104,10 @@ class ParameterStore:
         if self.gathers is not None:
             self.gathers.shards.end(way, frozenset(map(id, constants.values())))
 
+    def gets_none(self, key: Any) -> bool:
+        """Whether a parameter, an input or an island gets no gradient in this backward, because islands give none."""
+        return key in self.routes and self.routes[key] <= self.absent
+
     def look_for_hooks(self) -> None:
         """Find, for a backward that begins, the parameters on whose autograd nodes there can be no hooks."""
         self._direct = {}
@@ -122,7 +127,7 @@ class ParameterStore:
         """
         pairs = []
         for name, gradient in zip(names, gradients, strict=True):
-            if name in self.absent:
+            if self.gets_none(name):
                 continue
             if (parameter := self._direct.get(name)) is not None and _lands_as_it_is(parameter, gradient):
                 hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]  # which autograd calls then
