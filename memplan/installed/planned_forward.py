@@ -127,6 +127,9 @@ class PlannedForward:
         if private.exchanges_saved_tensors():
             self.choice.tell_once("saved tensors", "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)")
             return True
+        if private.parametrizations_are_cached():
+            self.choice.tell_once("cached parametrizations", "what several calls share (parametrize.cached)")
+            return True
         if self.shards is not None and (reason := self.shards.unplanned_because()) is not None:
             self.choice.tell_once("shards", reason)
             return True

@@ -121,6 +121,11 @@ def exchanges_saved_tensors() -> bool:
     return hooks is not None and not str(hooks[0].__module__).startswith(_TRANSPARENT)
 
 
+def parametrizations_are_cached() -> bool:
+    """Whether calls share what parametrizations compute (`torch.nn.utils.parametrize.cached`)."""
+    return bool(torch.nn.utils.parametrize._cache_enabled)
+
+
 # -- what decides when a step computes and where it saves --------------------------------------------------------------
 
 _CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
