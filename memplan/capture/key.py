@@ -299,12 +299,16 @@ class StepKey:
         if now != self.autocast and (now.enabled or self.autocast.enabled):
             names = [f"{s.dtype} on {s.device_type}" if s.enabled else "off" for s in (now, self.autocast)]
             return f"autocast is {names[0]}, planned for {names[1]}"
-        for name, value in kernel_switches().items():
-            if self._switches[name] != value:
-                return f"{name} is {value}, planned for {self._switches[name]}"
+        if (switch := self.changed_switch(kernel_switches())) is not None:
+            return switch
         if self._shards is not None and self._shards.way != self._way:
             return "other gradients add up before they are reduced (set_requires_gradient_sync)"
         return None
+
+    def changed_switch(self, now: Mapping[str, Any]) -> str | None:
+        """The first of these settings that is not as planned, in words; None for none."""
+        changed = ((name, value, self._switches[name]) for name, value in now.items() if self._switches[name] != value)
+        return next((f"{name} is {value}, planned for {planned}" for name, value, planned in changed), None)
 
     def _data_changed(self, call: Call) -> OtherRead | None:
         """A number, or an attribute of a tensor, that forward would now read another of."""
@@ -363,15 +367,23 @@ def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
     return [*tables, *(("(every module)", table) for table in private.global_hook_tables())]
 
 
-def kernel_switches() -> dict[str, Any]:
-    """Global settings that choose kernels."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+def switches_of_ops() -> dict[str, Any]:
+    """Global settings by which ops of a plan choose kernels when they run."""
+    cudnn = torch.backends.cudnn
     return private.float32_precisions() | {
         "cudnn": cudnn.enabled,
         "cudnn.benchmark": cudnn.benchmark,
         "cudnn.deterministic": cudnn.deterministic,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "deterministic algorithms' warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+
+
+def kernel_switches() -> dict[str, Any]:
+    """Global settings that choose kernels, in a trace or when ops run."""
+    cuda = torch.backends.cuda
+    return switches_of_ops() | {
         "flash sdp": cuda.flash_sdp_enabled(),
         "memory-efficient sdp": cuda.mem_efficient_sdp_enabled(),
         "math sdp": cuda.math_sdp_enabled(),
@@ -380,5 +392,4 @@ def kernel_switches() -> dict[str, Any]:
         "default dtype": torch.get_default_dtype(),
         "function modes": private.function_modes(),
         "contexts of DTensors": private.parallel_contexts(),
-        "mkldnn": torch.backends.mkldnn.enabled,
     }

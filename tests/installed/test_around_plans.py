@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import memplan
@@ -124,6 +125,52 @@ def test_parts_are_planned_within_a_checkpoint_of_the_user(use_reentrant: bool) 
     assert_same_bits(trained(plain, batches), trained(net, batches))
     assert isinstance(memplan.plan_of(net.inner), memplan.Plan)
     assert len({id(step.key) for step in planned_forward(net.inner).steps}) == 2  # type: ignore[union-attr]
+
+
+def test_parametrizations_that_calls_share_have_no_part_in_a_plan(caplog: pytest.LogCaptureFixture) -> None:
+    class Noisy(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight + 0.1 * torch.randn_like(weight)
+
+    net, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.randn(32, 16)
+    parametrize.register_parametrization(net[0], "weight", Noisy())
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(1)
+        with parametrize.cached():
+            found = (net(x) - net(x)).square().sum() + net(x).sum()
+        found.backward()
+        return found.detach()
+
+    before = loss()
+    memplan.apply(net, x, 1.0, costs="estimate", in_flight=3)
+    assert torch.equal(loss(), before)
+    assert "parametrize.cached" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.parametrize("part", [0.8, 1.0])
+def test_what_runs_again_runs_by_the_settings_of_forward(part: float) -> None:
+    """Nothing runs again in the second plan."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)))
+    x = torch.randn(128, 32)
+
+    def gradients() -> Any:
+        net.zero_grad()
+        with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+            loss = net(x).square().mean()
+        loss.backward()
+        return copied([p.grad for p in net.parameters()])
+
+    plain = gradients()
+    with torch.backends.mkldnn.flags(enabled=False):  # type: ignore[no-untyped-call]
+        memplan.apply(net, x, part, costs="estimate")
+    if part == 1.0:
+        assert_same_bits(gradients(), plain)
+        return
+    with pytest.raises(RuntimeError, match="mkldnn is True, planned for False, in backward"):
+        gradients()
 
 
 def test_hooks_on_what_autograd_saves_have_no_part_in_a_plan() -> None:

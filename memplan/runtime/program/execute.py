@@ -19,6 +19,7 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.analysis.routes import routes_of_gradients
 from memplan.capture.capture import Capture
+from memplan.capture.key import switches_of_ops
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Numbers
@@ -346,6 +347,11 @@ class Runner:
             raise RuntimeError(
                 "memplan: set_requires_gradient_sync was called between a forward and its backward, or another "
                 "backward has reduced gradients; call it before forward"
+            )
+        if (switch := self._capture.key.changed_switch(switches_of_ops())) is not None and self._plan.recomputed:
+            raise RuntimeError(
+                f"memplan: {switch}, in backward, where ops that run again would run other kernels than in forward. "
+                "Leave it as it is until backward is over, or plan for a budget at which nothing is recomputed"
             )
         state.watched.check()
         state.parameters.check()
