@@ -11,8 +11,8 @@ blocks that nobody uses:
            |  cc..
 
 A plug stays until a block is to go where it is. Nothing can be plugged between two requests of one op. So where a small
-one takes the hole of a larger one that comes after it, the larger one is packed anew with more room. Where a step asks for other blocks than it was led for, its results are
-the same, and it reserves more.
+block takes the hole of a larger one that comes after it, the larger one is packed anew with more room. Where a step
+asks for other blocks than it was led for, its results are the same, and it reserves more.
 
 Blocks of at most 1 MiB are elsewhere: the allocator has segments of 2 MiB for those.
 """

@@ -303,6 +303,30 @@ def test_a_planned_model_that_nobody_has_any_more_is_freed() -> None:
     assert len(gc.get_objects()) - before < 1000
 
 
+class LeavesTwo(nn.Module):
+    """Leaves two tensors of one step in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden = torch.tanh(self.first(x))
+        self.last = self.second(self.hidden)
+        return self.last.square().sum()
+
+
+def test_a_model_that_holds_outputs_of_its_last_step_is_freed() -> None:
+    net, x = LeavesTwo(), torch.randn(64, 16)
+    memplan.apply(net, x, 1.0, costs="estimate")
+    for _ in range(2):
+        net(x).backward()
+    gone = weakref.ref(net.first.weight)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
 def test_generate_between_steps() -> None:
     net, sample = MODELS["gpt2"](0)
     planned = memplan.apply(copy.deepcopy(net), sample, 0.8, costs="estimate")

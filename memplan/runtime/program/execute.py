@@ -419,7 +419,9 @@ class _StepFunction(torch.autograd.Function):
             )
         runner.check_unchanged(state)
         runner.before_backward(state.spent)
-        ctx.state, state.autocast = state if keeps_graph else None, Autocast.of_backward(runner.device.type)
+        state.autocast = Autocast.of_backward(runner.device.type)
+        if not keeps_graph:  # tensors in attributes of the model hold this node, and the runner holds the model
+            ctx.state = ctx.runner = None
         state.surfaced = set()
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
