@@ -144,14 +144,10 @@ def _local_arrays(
     if a.accumulate:
         held[inside:] &= ~a.gradient[chosen[inside:]]
     held[inside:] |= last_read[chosen[inside:]] >= end
-    read_start, read = compressed(reads)
-    made_start, made = compressed(makes)
     return Arrays(
-        boundary=stand_in,
-        read_start=read_start,
-        read=read,
-        made_start=made_start,
-        made=made,
+        stand_in,
+        *compressed(reads),
+        *compressed(makes),
         size_bytes=size,
         taken=np.array([index.get(int(t), -1) for t in a.taken[chosen]], dtype=np.int64),
         in_place=in_place,

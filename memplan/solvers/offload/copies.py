@@ -81,8 +81,6 @@ class Gaps(NamedTuple):
 def movables_of(problem: Problem) -> Movables:
     """Lower a problem for these kernels."""
     values, ops, link, gather = problem.graph.values, problem.graph.ops, problem.link, problem.gather
-    read_start, read = compressed([tuple(dict.fromkeys(op.inputs)) for op in ops])
-    made_start, made = compressed([op.outputs for op in ops])
     size_bytes = np.array([v.size_bytes for v in values], dtype=np.int64)
     sharded = np.array([v.home == "sharded" for v in values], dtype=np.bool_)
     fetched = np.array([v.fetched for v in values], dtype=np.bool_)
@@ -94,7 +92,7 @@ def movables_of(problem: Problem) -> Movables:
     if gather is not None:
         in_s = np.where(sharded, gather.latency_s + size_bytes / gather.bytes_per_s, in_s)
     return Movables(
-        read_start, read, made_start, made,
+        *compressed([tuple(dict.fromkeys(op.inputs)) for op in ops]), *compressed([op.outputs for op in ops]),
         taken=np.array([-1 if v.reuses is None else v.reuses for v in values], dtype=np.int64),
         size_bytes=size_bytes,
         movable=(fetched | (link is not None)) & [not v.held and i not in objects for i, v in enumerate(values)],

@@ -105,34 +105,28 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
     values = graph.values
     tracked = [not (v.resident or v.role == "tangent") for v in values]
     reads: list[tuple[int, ...]] = []
-    makes: list[tuple[int, ...]] = []
     for op in graph.ops:
         taken = tuple(t for v in op.outputs if (t := values[v].reuses) is not None)
         reads.append(tuple(dict.fromkeys(v for v in (*op.inputs, *taken) if tracked[v])))
-        makes.append(tuple(v for v in op.outputs if not values[v].resident))
+    makes = [tuple(v for v in op.outputs if not values[v].resident) for op in graph.ops]
     overwritten = {v for op in graph.ops[: graph.boundary] for v in graph.overwritten(op)}
     gradients_of = graph.gradients_of
     producer = [-1] * len(values)
     for index, row in enumerate(makes):
         for v in row:
             producer[v] = index
-    taken_of = [v.reuses if v.reuses is not None and tracked[v.reuses] else -1 for v in values]
     rerunnable = _rerunnable(graph, reads, producer, overwritten, graph.ops[graph.boundary :])
     scratch_bytes = list(problem.costs.scratch_bytes)
     if updates:
         rows = zip(scratch_bytes, graph.ops, strict=True)
         scratch_bytes = [max([size, 0, *(values[v].update_bytes for v in op.outputs)]) for size, op in rows]
-    read_start, read = compressed(reads)
-    made_start, made = compressed(makes)
     awaiting_start, awaiting = compressed([[g for v in op.inputs for g in gradients_of.get(v, ())] for op in graph.ops])
     arrays = Arrays(
-        boundary=graph.boundary,
-        read_start=read_start,
-        read=read,
-        made_start=made_start,
-        made=made,
+        graph.boundary,
+        *compressed(reads),
+        *compressed(makes),
         size_bytes=_ints([v.size_bytes for v in values]),
-        taken=_ints(taken_of),
+        taken=_ints([v.reuses if v.reuses is not None and tracked[v.reuses] else -1 for v in values]),
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
         gradient=np.array([v.role == "gradient" and v.home != "host" and not v.updates for v in values], np.bool_),
