@@ -74,9 +74,7 @@ class BlockSearch:
         free_bytes = int(self._whole.size_bytes.max(initial=0)) >> _FREE
         # Each bounds those before it from below, and has less to decide.
         self._blocks = [self._whole, fused(self._whole), fused(self._whole, free_bytes)]
-        self._most_ticks = NEVER
-        if most_forwards is not None:
-            self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
+        self._most_ticks = NEVER if most_forwards is None else int(most_forwards * int(self._whole.ticks.sum()))
         self._spaces: dict[tuple[int, bool], Space] = {}
         self._cells: dict[tuple[int, BlockBudget], tuple[Space, Cell]] = {}
         self._ticks_of: dict[tuple[int, ...], int] = {}  # what orders repeat; each is known for many budgets
@@ -121,10 +119,8 @@ class BlockSearch:
     def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int, most_nodes: int) -> SearchResult:
         """The search's answer for `b`, which is the block itself, or one that bounds it from below."""
         nothing = np.empty(0, dtype=np.int64)
-        if upper <= bound_ticks:
-            return SearchResult(NEVER, upper, nothing, 0)
-        if most_nodes == 0:
-            return SearchResult(NEVER, bound_ticks, nothing, 0)
+        if upper <= bound_ticks or most_nodes == 0:
+            return SearchResult(NEVER, min(upper, bound_ticks), nothing, 0)
         if len(b.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
             forward_fits = self.least_forward_bytes() <= budget.forward_peak_bytes
             fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits

@@ -153,12 +153,10 @@ class _Fusing:
 
     def block(self) -> Reversed:
         """What is left, values and ops numbered anew."""
-        b, ops = self.b, sorted(self.runs)
-        left = self.by_steps.union(*(self.runs[op].reads | self.runs[op].makes for op in ops)) & self.demanded
-        values = sorted(left)
+        b, runs = self.b, [self.runs[op] for op in sorted(self.runs)]
+        values = sorted(self.by_steps.union(*(run.reads | run.makes for run in runs)) & self.demanded)
         number = {v: k for k, v in enumerate(values)}
-        maker = {v: k for k, op in enumerate(ops) for v in self.runs[op].makes}
-        runs = [self.runs[op] for op in ops]
+        maker = {v: k for k, run in enumerate(runs) for v in run.makes}
 
         def rows(sets: Iterable[Iterable[int]]) -> Rows:
             return Rows(*compressed([sorted(number[v] for v in row if v in number) for row in sets]))

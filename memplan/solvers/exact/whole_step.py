@@ -46,8 +46,6 @@ def whole_step(flat: Flat) -> LocalBlock:
     makes = (*flat.makes[:n], (tangents,), *flat.makes[n:])
     read_start, read = compressed(reads)
     made_start, made = compressed(makes)
-    producer = np.where(a.producer >= n, a.producer + 1, a.producer)
-    none = np.zeros(flat.op_count + 1, dtype=np.bool_)
     arrays = a._replace(
         read_start=read_start,
         read=read,
@@ -60,10 +58,10 @@ def whole_step(flat: Flat) -> LocalBlock:
         gradient=np.zeros(tangents + 1, dtype=np.bool_),
         awaiting_start=np.zeros(flat.op_count + 2, dtype=np.int64),
         awaiting=a.awaiting[:0],
-        producer=np.append(producer, n),
+        producer=np.append(np.where(a.producer >= n, a.producer + 1, a.producer), n),
         overwritten=np.append(a.overwritten, False),
         rerunnable=np.insert(a.rerunnable, n, False),
-        deferrable=none,
+        deferrable=np.zeros(flat.op_count + 1, dtype=np.bool_),
         random=np.insert(a.random, n, False),
         time_s=np.insert(a.time_s, n, 0.0),
         scratch_bytes=np.insert(a.scratch_bytes, n, 0),
@@ -72,8 +70,7 @@ def whole_step(flat: Flat) -> LocalBlock:
         update_bytes=0,
         others=0,
     )
-    ops = (*range(n), -1, *range(n, flat.op_count))
-    return LocalBlock(Flat(arrays, reads, makes), ops, frozenset(), incoming, ())
+    return LocalBlock(Flat(arrays, reads, makes), (*range(n), -1, *range(n, flat.op_count)), frozenset(), incoming, ())
 
 
 def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepAnswer]:
