@@ -98,8 +98,7 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     high = int(search.whole_bytes.max())
     budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
     tries = moments + _MORE_TRIES // flat.op_count
-    sets = [search.improve(b, tries, b in budgets[-_THOROUGH:]) for b in budgets]
-    guides = search.exchange(budgets, sets)
+    guides = search.exchange(budgets, [search.improve(b, tries, b in budgets[-_THOROUGH:]) for b in budgets])
     high = max([high, *(int(line.at_zero_s / line.s_per_byte) for line in waiting if line.s_per_byte > 0.0)])
     lines = [*search.lines, *waiting]
     if not lines or high <= floor_bytes:
@@ -281,7 +280,6 @@ def _floor(flat: Flat, fixed: Ints) -> int:
             read = sum(int(a.size_bytes[v]) for v in forward)
             worst = max(worst, owned + new + int(a.scratch_bytes[op]) + read)
         else:
-            taken = {int(a.taken[v]) for v in flat.makes[op]}
-            read = sum(int(a.size_bytes[v]) for v in forward - taken)
+            read = sum(int(a.size_bytes[v]) for v in forward.difference(overtaken(flat, op)))
             worst = max(worst, int(fixed[1 + op - a.boundary]) + read)
     return worst

@@ -103,8 +103,7 @@ def saved_sets(flat: Flat, needed: frozenset[int], limit: int, twice: bool = Fal
     """
     network = _network(flat, needed, twice)
     total_s = float(flat.arrays.time_s[: flat.arrays.boundary].sum())
-    total_bytes = int(network.priced.sum())
-    if not needed or total_bytes == 0:
+    if not needed or network.priced.sum() == 0:
         return (_cut(flat, network, 0.0),)
     steepest = max(total_s, 1e-9) * 2.0  # seconds per byte at which one byte outweighs every recomputation
     found = [_cut(flat, network, 0.0), _cut(flat, network, steepest)]

@@ -73,9 +73,7 @@ def step_of(flat: Flat) -> StepMoments:
     pairs = [(op, v) for op in range(a.boundary) for v in flat.reads[op] if not a.held[v]]
     overwriter = np.full(len(a.size_bytes), -1, dtype=np.int64)
     for op in range(a.boundary):
-        for v in flat.makes[op]:
-            if a.taken[v] >= 0:
-                overwriter[a.taken[v]] = op
+        overwriter[overtaken(flat, op)] = op
     columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
     certain = np.where(a.deferrable[: a.boundary], flat.op_count, a.boundary - 1)
     for b in range(a.boundary, flat.op_count):
@@ -199,10 +197,9 @@ def program_of(step: StepMoments, moments: tuple[int, ...], fixed_bytes: Ints) -
         columns.append(_Columns(free, live_column, runs, later))
     for k, moment in enumerate(moments):
         here = columns[k]
-        last = k + 1 == len(moments)
         soon = asked(flat, range(moment + 1, min(ends[k] + 1, flat.op_count)))
         _needs(step, builder, here, here.runs, soon)
-        if last:
+        if k + 1 == len(moments):
             continue
         _needs(step, builder, here, here.later, _ahead(step, moment)[0])
         after = columns[k + 1]

@@ -156,8 +156,7 @@ def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Itera
         before_s = certain_s + float(backward_s[0]) - after_s
         second_runs = bool((_reach(flat, needed) & a.overwritten).any())
         yield _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
-    forward = None if a.others else _forward_moment(flat, baseline_s, to_host_bytes_per_s)
-    if forward is not None:
+    if not a.others and (forward := _forward_moment(flat, baseline_s, to_host_bytes_per_s)) is not None:
         yield forward
 
 
