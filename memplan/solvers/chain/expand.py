@@ -60,8 +60,7 @@ def solved_with(flat: Flat, keys: tuple[str, ...], chain: tuple[Block, ...], mos
     places = zip(chain, outside.incoming, strict=True)
     blocks = tuple(localise(flat, block, incoming, last_read, keys) for block, incoming in places)
     options = tuple(options_of(block) for block in blocks)
-    unit = max(1, -(-most_bytes // slots))
-    table = chain_table(flat, chain, blocks, options, outside, unit)
+    table = chain_table(flat, chain, blocks, options, outside, max(1, -(-most_bytes // slots)))
     return SolvedChain(chain, blocks, options, table, solve_chain(table, slots))
 
 
@@ -77,23 +76,21 @@ def outside_of(flat: Flat, chain: tuple[Block, ...], last_read: Ints) -> Outside
     for block in chain:
         held_bytes += sum(int(a.size_bytes[v]) for op in block.forward for v in flat.makes[op] if a.held[v])
         first.append(held_bytes + pinned_bytes)
-    grads: list[int] = [0] * len(chain)
-    incoming: list[tuple[int, ...]] = [()] * len(chain)
+    grads: list[int] = []
+    incoming: list[tuple[int, ...]] = []
     standing: list[int] = []
     surfaced = held_bytes + pinned_bytes + a.tangent_bytes
-    for index in range(len(chain) - 1, -1, -1):
-        block = chain[index]
-        start = block.backward.start
-        standing = [v for v in standing if last_read[v] >= start]
-        grads[index] = surfaced
-        incoming[index] = tuple(standing)
+    for block in reversed(chain):
+        standing = [v for v in standing if last_read[v] >= block.backward.start]
+        grads.append(surfaced)
+        incoming.append(tuple(standing))
         for op in block.backward:
             for v in flat.makes[op]:
                 if a.held[v]:
                     surfaced += 0 if a.gradient[v] and a.accumulate else int(a.size_bytes[v])
                 elif last_read[v] >= block.backward.stop:
                     standing.append(v)
-    return Outside(tuple(first), tuple(grads), tuple(incoming))
+    return Outside(tuple(first), tuple(grads[::-1]), tuple(incoming[::-1]))
 
 
 def chain_table(flat: Flat, chain: tuple[Block, ...], blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],

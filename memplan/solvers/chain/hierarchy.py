@@ -224,9 +224,7 @@ def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> Block
     if len(which) > limit:
         columns = figures[which]
         peak = np.maximum(columns[:, _FORWARD], columns[:, _BACKWARD])
-        found: dict[int, None] = {}
-        for column in range(5):
-            found[int(np.lexsort((columns[:, _RECOMPUTE], columns[:, column]))[0])] = None
+        found = {int(np.lexsort((columns[:, _RECOMPUTE], columns[:, column]))[0]) for column in range(5)}
         levels = _LEVELS
         for cost in (_RECOMPUTE, _AGAIN):
             ranked = np.lexsort((peak, columns[:, _SAVED], columns[:, cost]))
@@ -234,7 +232,7 @@ def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> Block
                 for most_peak in _quantiles(peak, levels):
                     fits = (columns[ranked, _SAVED] <= most_saved) & (peak[ranked] <= most_peak)
                     if fits.any():
-                        found[int(ranked[np.argmax(fits)])] = None
+                        found.add(int(ranked[np.argmax(fits)]))
             levels //= 2
         which = which[sorted(found)]
         if len(which) > limit:

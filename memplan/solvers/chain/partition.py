@@ -65,16 +65,14 @@ def crossing_bytes(flat: Flat) -> Ints:
 def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
     """Positions that make at most `limit` blocks: all legal ones, or of each group of neighbours the narrowest."""
     crossing = crossing_bytes(flat)
-    positions = [p for p in range(1, flat.arrays.boundary) if crossing[p] >= 0]
-    return _narrowest(crossing, positions, limit)
+    return _narrowest(crossing, [p for p in range(1, flat.arrays.boundary) if crossing[p] >= 0], limit)
 
 
 def _narrowest(crossing: Ints, positions: list[int], limit: int) -> tuple[int, ...]:
     """All positions, if they are fewer than `limit`, or else of each group of neighbours the narrowest."""
     if len(positions) < limit:
         return tuple(positions)
-    edges = np.linspace(0, len(positions), limit).astype(int)
-    groups = [positions[i:j] for i, j in pairwise(edges) if j > i]
+    groups = [positions[i:j] for i, j in pairwise(np.linspace(0, len(positions), limit).astype(int)) if j > i]
     return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
 
 
@@ -119,8 +117,7 @@ def make_chain(flat: Flat, cuts: tuple[int, ...]) -> tuple[Block, ...]:
     np.maximum.at(ends, block_of_op[made[late]], reader[late] + 1)
     ends = np.maximum.accumulate(ends[::-1])[::-1]
     ends[0] = flat.op_count
-    positions = np.arange(a.boundary, flat.op_count)
-    in_backward = count - 1 - np.searchsorted(ends[::-1], positions, side="right")
+    in_backward = count - 1 - np.searchsorted(ends[::-1], np.arange(a.boundary, flat.op_count), side="right")
     block_of = np.concatenate((block_of_op, in_backward))
     # last[v]: the last block in which a forward value that can cross is read.
     chosen[chosen] &= a.rerunnable[made[chosen]] | a.overwritten[read[chosen]]
