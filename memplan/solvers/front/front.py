@@ -94,8 +94,8 @@ class Front:
 
     def best(self, budget_bytes: int | None) -> Candidate | None:
         """The fastest candidate that peaks within the budget; None where none does."""
-        fitting = [c for c in self.points if budget_bytes is None or c.peak_bytes <= budget_bytes]
-        return fitting[-1] if fitting else None
+        within = (c for c in reversed(self.points) if budget_bytes is None or c.peak_bytes <= budget_bytes)
+        return next(within, None)
 
     def spread(self, count: int) -> tuple[Candidate, ...]:
         """At most `count` of the points (two at least), those that matter most."""
@@ -126,8 +126,7 @@ def front_of_orders(
         backward = order[(order < 0) | (order >= boundary)]  # in its own order
         missing = np.setdiff1d(np.arange(flat.op_count), order)
         late = np.setdiff1d(np.flatnonzero(~flat.arrays.deferrable[:boundary]), order[: np.argmax(order < 0)])
-        strange = order.ndim != 1 or len(missing) or len(late)
-        if strange or not np.array_equal(backward, everything[boundary:]):
+        if order.ndim != 1 or len(missing) or len(late) or not np.array_equal(backward, everything[boundary:]):
             raise ValueError("the order is that of another step")
         found.append(sketch_of(flat, solver, order))
     if not found or any(sketch.peak_bytes < 0 for sketch in found):

@@ -89,11 +89,9 @@ def saved_of_moments(flat: Flat, bound: Bound) -> Iterator[Flags]:
 
 def blocks(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with many options, at two granularities."""
-    figures = task.figures
-
     for name, positions, slots in _chains(task):
         name = f"chain of {name} blocks"
-        yield from _from_chain(task, name, positions, slots, lambda block: cut_orders(block, figures.block_cuts))
+        yield from _from_chain(task, name, positions, slots, lambda block: cut_orders(block, task.figures.block_cuts))
 
 
 def exact(task: MethodTask) -> Iterator[Sketch]:

@@ -65,8 +65,7 @@ def refine(
     low, high = found[0].peak_bytes, found[-1].peak_bytes
     targets = [high]
     if count > 1 and high > low:  # closer to one another at the low end, where seconds change the most
-        grid = {low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}
-        targets = sorted(grid, reverse=True)
+        targets = sorted({low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}, reverse=True)
     for target in targets * figures.passes:
         if _close(best, bound, target):
             continue
