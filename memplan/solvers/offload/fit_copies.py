@@ -152,11 +152,10 @@ class _CopySearch:
         order, arrays = unit_order(self.problem.graph, self.flat), self.flat.arrays
         if sketch_of(self.flat, "units", order).peak_bytes < 0:
             return
-        tried = [order]
+        self._try("units run again", order.tolist())
         for time_s in (arrays.time_s, arrays.time_s - self.least_s[:-1]):  # the latter is the network's
-            tried.append(fill(arrays._replace(time_s=time_s), order, self.budget_bytes, _FILL_ROUNDS))
-        for one in tried:
-            self._try("units run again", one.tolist())
+            filled = fill(arrays._replace(time_s=time_s), order, self.budget_bytes, _FILL_ROUNDS)
+            self._try("units run again", filled.tolist())
 
     def tries_between(self, points: Sequence[Candidate]) -> None:
         """Try orders that peak between these points: the higher ones brought down, the lower ones filled up."""

@@ -133,9 +133,7 @@ class _Overlap:
         """The schedule with its collectives moved. ahead: gathers that may have started and are not waited for."""
         self.budget_bytes, flights = budget_bytes, self._flights()
         self.held, self.live, self.clock = self.held_before.copy(), self.live_before.copy(), self.begin_s.copy()
-        self.lane: list[tuple[int, int, float]] = [
-            (f.start, number, self.time_s[f.start]) for number, f in enumerate(flights)
-        ]
+        self.lane = [(f.start, number, self.time_s[f.start]) for number, f in enumerate(flights)]
         latest_s, ends_s = np.inf, list[float]()  # of collectives, for nobody to wait for one or for later ones
         for flight in reversed(flights):
             if flight.limit is None:
@@ -214,8 +212,7 @@ class _Overlap:
 
     def _is_plain(self, op: Op) -> bool:
         """Whether an op makes new values alone, and the same ones wherever it runs."""
-        special = op.is_collective or op.random or op.stays
-        return not special and not self.graph.overwritten(op)
+        return not (op.is_collective or op.random or op.stays or self.graph.overwritten(op))
 
     def _find_head(self, flight: _Flight) -> None:
         """Find what only feeds the collective, from its start backwards."""
@@ -373,8 +370,7 @@ class _Overlap:
         for number, flight in enumerate(flights):
             groups.append([flight.start + 1, *flight.drops, *(p for p in flight.tail if p < flight.until)])
             made = {v for p in flight.tail if p in self.ran for v in self.ran[p].outputs} | set(flight.op.outputs)
-            places = {self.surfacing[v] for v in made if flight.limit is not None and v in self.surfacing}
-            for place in places:
+            for place in {self.surfacing[v] for v in made if flight.limit is not None and v in self.surfacing}:
                 if max(place, flights[surfaced.get(place, number)].until) <= flight.until and place < flight.until:
                     surfaced[place] = number
         for position, number in surfaced.items():
