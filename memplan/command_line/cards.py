@@ -54,8 +54,7 @@ def _card(
     link: float,
 ) -> Card:  # fmt: skip
     """Figures as data sheets print them: GiB, TFLOP/s, TFLOP/s, GB/s, GB/s each way."""
-    memory_bytes = int(memory_gib * 2**30)
-    return Card(name, memory_bytes, half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9, capability)
+    return Card(name, int(memory_gib * 2**30), half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9, capability)
 
 
 CARDS = (

@@ -136,9 +136,8 @@ def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     targets: Any = "all-linear"
     if not hasattr(model, "get_output_embeddings"):  # by which peft leaves out the head
         targets = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    is_on_paper = any(p.is_meta for p in model.parameters())
     try:
-        with torch.device("meta" if is_on_paper else "cpu"):
+        with torch.device("meta" if any(p.is_meta for p in model.parameters()) else "cpu"):
             return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=targets)).train()
     except (ValueError, TypeError) as error:
         raise Mistake(

@@ -13,9 +13,7 @@ from memplan.command_line.described import Described, Wanted
 from memplan.command_line.outcomes import Mistake
 
 # What a type is trained as, where nobody says so; the first that transformers has for it.
-_TASKS = (
-    "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION",
-)  # fmt: skip
+_TASKS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")
 _LENGTH = 1024
 _OFFSET = 8  # rows that tables of positions have beyond the positions, at most
 
@@ -125,8 +123,7 @@ def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, s
     if {"start_positions", "end_positions"} <= set(takes):
         sample |= {"start_positions": one_each, "end_positions": one_each.clone()}
     elif "labels" in takes:
-        one_label = kind.endswith("Classification") and "Token" not in kind
-        sample["labels"] = one_each if one_label else ids.clone()
+        sample["labels"] = one_each if kind.endswith("Classification") and "Token" not in kind else ids.clone()
     return sample, items, unit, words
 
 

@@ -35,8 +35,7 @@ def described_step(wanted: Wanted) -> Described:
                 "it has neither 'model_type' nor '_class_name'",
                 "give the config.json of a model",
             )
-        classes = fields.get("architectures") or [None]
-        return transformers_step(fields["model_type"], classes[0], fields, wanted)
+        return transformers_step(fields["model_type"], (fields.get("architectures") or [None])[0], fields, wanted)
     if ":" in wanted.source:
         return built_step(wanted)
     if knows(wanted.source):

@@ -88,9 +88,7 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
     for parameter in step.model.parameters():
         elements[parameter.dtype] += parameter.numel()
     device, settings = device_settings(given, card, budget, elements.most_common(1)[0][0])
-    settings |= {
-        "loss_fn": step.loss_fn, "optimizer": optimizer, "kernels": given.kernels, "host_budget": host_budget
-    }  # fmt: skip
+    settings |= {"loss_fn": step.loss_fn, "optimizer": optimizer, "kernels": given.kernels, "host_budget": host_budget}
     try:
         Settings(**settings, update=getattr(given, "update", "step"))
     except (ValueError, TypeError) as error:
