@@ -40,7 +40,6 @@ def without_accumulators(leaves: Sequence[torch.Tensor]) -> list[bool]:
     A leaf gets a new such node each time that somebody asks for it, unless somebody still holds the one before (as
     DistributedDataParallel does, and everybody whose hook is to be called).
     """
-
     with torch.enable_grad():
         ends: Any = _Ends.apply(*leaves)  # type: ignore[no-untyped-call]
         for node, _ in ends.grad_fn.next_functions:

@@ -128,9 +128,8 @@ class FsdpUnit:
                 part = part.pin_memory() if p.pin_memory else part
                 parameter.data = p.to_sharded_dtensor(part)
                 parameter._local_tensor, p._sharded_param_data = part, part.view(-1)
-                parameter.grad = (
-                    None if gradient is None else p.to_sharded_dtensor(gradient._local_tensor.to(part.device))
-                )
+                if gradient is not None:
+                    parameter.grad = p.to_sharded_dtensor(gradient._local_tensor.to(part.device))
 
     @property
     def device(self) -> torch.device:

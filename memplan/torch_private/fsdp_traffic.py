@@ -147,8 +147,7 @@ class _UnitTraffic:
         group, self._sums, self.reduces_early = sums.group, sums, False
         self.parameters, self.device = group.fsdp_params, group.device
         self.requires_grad = [p.sharded_param.requires_grad for p in group.fsdp_params]
-        sharded = isinstance(group.mesh_info, FSDPMeshInfo)
-        self._group: Any = group._all_gather_process_group if sharded else None
+        self._group: Any = group._all_gather_process_group if isinstance(group.mesh_info, FSDPMeshInfo) else None
         self._replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
         self._ranks: int = self._group.size() if self._group is not None else 1
         self._orig_dtype, self._reduce_dtype = group._orig_dtype, group._reduce_dtype
@@ -164,8 +163,7 @@ class _UnitTraffic:
         counts = [t.numel() for t in flat]
         gathered = torch.cat(flat) if len(flat) > 1 or self._ranks == 1 else flat[0]
         if self._group is not None and self._ranks > 1:
-            begun = _OPS.all_gather_into_tensor(gathered, self._ranks, self._group.group_name)
-            gathered = _OPS.wait_tensor(begun)
+            gathered = _OPS.wait_tensor(_OPS.all_gather_into_tensor(gathered, self._ranks, self._group.group_name))
         columns = gathered.view(self._ranks, -1).split(counts, dim=1)
         if len(set(dtypes)) > 1:
             columns = tuple(c.contiguous().view(dtype) for c, dtype in zip(columns, dtypes, strict=True))
@@ -186,8 +184,7 @@ class _UnitTraffic:
             whole = torch.cat(chunks, dim=dim)
         else:
             whole = column.reshape(-1)[: size.numel()].view(size)
-        spec = parameter._unsharded_dtensor_spec
-        if spec is None:
+        if parameter._unsharded_dtensor_spec is None:
             return whole
         whole.requires_grad_(False)
         return with_spec(whole, parameter._get_unsharded_dtensor_spec(whole))
@@ -219,8 +216,7 @@ class _UnitTraffic:
         if pre is not None and pre != 1:
             flat = flat / pre
         if ranks > 1:
-            begun = _OPS.reduce_scatter_tensor(flat, _name(scatter), ranks, self._group.group_name)
-            flat = _OPS.wait_tensor(begun)
+            flat = _OPS.wait_tensor(_OPS.reduce_scatter_tensor(flat, _name(scatter), ranks, self._group.group_name))
         if self._replicas is not None:
             flat = _OPS.wait_tensor(_OPS.all_reduce(flat, _name(reduce), self._replicas.group_name))
         if post is not None and post != 1:
@@ -228,10 +224,9 @@ class _UnitTraffic:
         if self._orig_dtype is not None and flat.dtype != self._orig_dtype:
             flat = flat.to(self._orig_dtype)
         pieces = iter(flat.split(counts))
-        sizes = [p.sharded_size for p in self.parameters]
         return [
-            None if gradient is None else next(pieces)[: size.numel()].view(size)
-            for gradient, size in zip(gradients, sizes, strict=True)
+            None if gradient is None else next(pieces)[: p.sharded_size.numel()].view(p.sharded_size)
+            for gradient, p in zip(gradients, self.parameters, strict=True)
         ]
 
 

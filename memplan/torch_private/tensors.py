@@ -188,8 +188,7 @@ def batch_norm_reserve_elements(x: torch.Tensor) -> int:
 def has_symbolic_shape(outputs: Any) -> bool:
     """Whether the size of a fake result depends on data, and not only on sizes."""
     tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    sizes: Iterator[Any] = (n for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
-    return any(map(depends_on_data, sizes))
+    return any(depends_on_data(size) for t in tensors if isinstance(t, torch.Tensor) for size in t.shape)
 
 
 def depends_on_data(size: Any) -> bool:

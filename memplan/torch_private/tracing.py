@@ -271,8 +271,7 @@ def with_layout(
         size, stride = size or tensor.shape, stride or tensor.stride()
         fixed = tensor.new_empty_strided(size, stride, dtype=dtype, device=device)
         if elements is not None:
-            storage = fixed.new_empty(elements).untyped_storage()
-            fixed = fixed.new_empty(0).set_(storage, 0, size, stride)
+            fixed = fixed.new_empty(0).set_(fixed.new_empty(elements).untyped_storage(), 0, size, stride)
         if mode is None:
             return fixed
         slot = get_proxy_slot(tensor, mode.tracer)
@@ -293,8 +292,7 @@ def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
     node.meta["val"] = result
     if node.target is operator.getitem:
         several, index = node.args
-        assert isinstance(several, torch.fx.Node)
-        assert isinstance(index, int)
+        assert isinstance(several, torch.fx.Node) and isinstance(index, int)
         results = list(several.meta["val"])
         results[index] = result
         several.meta["val"] = tuple(results)
