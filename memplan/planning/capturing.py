@@ -171,8 +171,7 @@ class Capturing:
             bounds = {index % dims: high for index, (_, high) in ranges.items()}
             most.append(bounds.get(source.index, here))
         numbers = tuple(most)
-        broken = traced.sizes.mismatch(numbers)
-        if broken is not None:
+        if (broken := traced.sizes.mismatch(numbers)) is not None:
             log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
             return captured
         pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
@@ -221,7 +220,6 @@ class Capturing:
             backward=backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
             capability=settings.capability, seen=seen,
         )  # fmt: skip
-
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         # One run does not tell how islands go with sizes.
         looks = is_real and (not varying or bool(self._known.islands.calls))

@@ -65,9 +65,7 @@ class PlanSearch:
         free = alone is not None and alone.keep_all.peak_bytes <= within
         front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = least_peak_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(
-            choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host
-        )  # fmt: skip
+        search = functools.partial(choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host)
         chosen = search(within) or search(limit)
         if chosen is None and self._limits.raised_to(least) > limit:
             limit = within = least
@@ -133,9 +131,7 @@ class PlanSearch:
         alone = self._front(problem_of(frozenset()))
         front = self._front(problem_of(all_names(parts))) if parts else alone
         least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
-        search = functools.partial(
-            choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host
-        )  # fmt: skip
+        search = functools.partial(choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host)
         found: list[Plan] = []
         count = min(self._settings.search.points, _HOST_POINTS)
         for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):

@@ -285,8 +285,7 @@ class Planner:
 
     def join(self, step: PlannedStep, known: Sequence[ServingStep], share: Share) -> PlannedStep:
         """A step in the place of a known one, with the schedule that other ranks plan now."""
-        plan = self._group.for_all(step.capture, known, share, lambda: step.plan.problem)
-        return self._whole(step.capture, plan)
+        return self._whole(step.capture, self._group.for_all(step.capture, known, share, lambda: step.plan.problem))
 
     @once_more_where_results_differ
     def step_for(
@@ -311,15 +310,13 @@ class Planner:
         if isinstance(captured, UnsupportedModel):
             return captured
         if captured.traced.sizes is None and self.settings.shards is None:
-            same = self._equal_step(captured, known)
-            if same is not None:
+            if (same := self._equal_step(captured, known)) is not None:
                 return same
         return self._searched(call, captured, capture)
 
     def is_same(self, step: PlannedStep, call: Call, tangents: dict[int, Layout], backward: Autocast) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
-        seen = step.capture.answers
-        captured = or_raise(self.capturing.capture(call, tangents, backward, seen))
+        captured = or_raise(self.capturing.capture(call, tangents, backward, step.capture.answers))
         same = first_difference(step.plan.problem.graph, captured.traced.graph) is None
         return same and step.key.heed(captured.key)
 

@@ -147,7 +147,6 @@ class Problems:
                 "Apply memplan with this call as the sample"
             )
         lasting = placement.lasting()
-
         own = self.problem(captured) if self.settings.shards is not None else problem
         more_bytes = problem.extra_resident_bytes - own.extra_resident_bytes  # on another rank, if it has larger parts
 
@@ -173,8 +172,7 @@ class Problems:
             found = optimizer_memory(self.settings.optimizer, torch.device("cpu"), without)  # some fused ones run
         if self.settings.update == "step":
             return found
-        state = Requests(update=found.requests).state
-        return found._replace(step_bytes=0, requests=tuple(state.items()))
+        return found._replace(step_bytes=0, requests=tuple(Requests(update=found.requests).state.items()))
 
     def sized(self, captured: Capture, plan: Plan) -> SizedPlan | None:
         """A plan of a captured step at all its sizes; None where it has but one.
@@ -186,14 +184,13 @@ class Problems:
             return None
 
         def problem_at(numbers: Numbers, growth: float) -> Problem:
-            found, ratios = at_sizes(traced, numbers).graph, list[float]()
+            found = at_sizes(traced, numbers).graph
             values = tuple(
                 dataclasses.replace(v, size_bytes=other.size_bytes, tensor=other.tensor)
                 for v, other in zip(planned.graph.values, found.values, strict=True)
             )
             graph = dataclasses.replace(planned.graph, values=values, ops=found.ops)
-            for index in range(len(graph.ops)):
-                ratios.append(graph.op_bytes(index) / max(1, planned.graph.op_bytes(index)))
+            ratios = [graph.op_bytes(i) / max(1, planned.graph.op_bytes(i)) for i in range(len(graph.ops))]
             costs = Costs(
                 tuple(t * ratio for t, ratio in zip(planned.costs.time_s, ratios, strict=True)),
                 tuple(math.ceil(n * growth) for n in planned.costs.scratch_bytes),

@@ -166,18 +166,16 @@ class Settings:
             one_of("costs", self.costs, ("measure", "estimate"))
 
     def _check_dynamic(self) -> None:
-        if isinstance(self.dynamic, str):
-            if self.dynamic not in ("auto", "all", "never"):
-                raise ValueError(f"dynamic must be 'auto', 'all', 'never' or a dict, got {self.dynamic!r}")
-        elif not isinstance(self.dynamic, Mapping):
+        if isinstance(self.dynamic, str) and self.dynamic not in ("auto", "all", "never"):
+            raise ValueError(f"dynamic must be 'auto', 'all', 'never' or a dict, got {self.dynamic!r}")
+        if not isinstance(self.dynamic, (str, Mapping)):
             raise TypeError(f"dynamic is 'auto', 'all', 'never' or a dict, got {self.dynamic!r}")
-        else:
-            for name, ranges in self.dynamic.items():
-                if not isinstance(ranges, Mapping):
-                    raise TypeError(f"dynamic={{{name!r}: {{dimension: (least, most)}}}}, got {ranges!r}")
-                for index, bounds in ranges.items():
-                    if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
-                        raise ValueError(f"dynamic={{{name!r}: {{{index}: (least, most)}}}}, got {bounds!r}")
+        for name, ranges in self.dynamic.items() if isinstance(self.dynamic, Mapping) else ():
+            if not isinstance(ranges, Mapping):
+                raise TypeError(f"dynamic={{{name!r}: {{dimension: (least, most)}}}}, got {ranges!r}")
+            for index, bounds in ranges.items():
+                if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                    raise ValueError(f"dynamic={{{name!r}: {{{index}: (least, most)}}}}, got {bounds!r}")
         if self.dynamic not in ("auto", "never") and not self.takes_any_size:
             raise ValueError(
                 "dynamic= is for eager kernels, whole parameters and update='step'; leave it out, and each size gets a "

@@ -46,8 +46,7 @@ class UnplannedSteps:
         - error: why the call can't be captured; returned, with more text, if it can't run unplanned either.
         - below_bytes: what a plan holds. A step that holds as much is refused.
         """
-        refusal = self._refusal(error)
-        if refusal is not None:
+        if (refusal := self._refusal(error)) is not None:
             return refusal
         device = self._placement.device or model_device(self._model)
         call = sample if isinstance(sample, Call) else CallReader(self._forward).read_sample(sample)
@@ -77,8 +76,7 @@ class UnplannedSteps:
             "microbatches in flight": settings.in_flight > 1 or settings.surroundings.buffers != Buffers(),
         }
         for option in (option for option, is_set in options.items() if is_set):
-            why = f"With {option} a step has to be planned, and can't run unplanned"
-            return UnsupportedModel(f"{error}\n{why}")
+            return UnsupportedModel(f"{error}\nWith {option} a step has to be planned, and can't run unplanned")
         if settings.shards is not None:
             return UnsupportedModel(
                 f"{error}\nWith sharded parameters a step has to be planned, for what runs unplanned would not gather. "
@@ -105,7 +103,6 @@ class UnplannedSteps:
         held_bytes = needs.state_bytes + around.held_bytes + most_library_bytes(device)
         if self._limits.accumulate:
             held_bytes += sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
-
         most_bytes = below_bytes - 1 - held_bytes
 
         def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:

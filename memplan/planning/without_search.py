@@ -80,8 +80,7 @@ class WithoutSearch:
         """
         graph, planned = problem.graph, plan.problem.graph
         problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
-        alike = kind_of(graph) == kind_of(planned)
-        schedule = plan.schedule if alike else translated(plan.schedule, planned, graph)
+        schedule = plan.schedule if kind_of(graph) == kind_of(planned) else translated(plan.schedule, planned, graph)
         if schedule is None:
             return None
         try:
