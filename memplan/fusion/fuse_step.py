@@ -38,8 +38,7 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         rematerialise(step, units)
         set_ends(step, units)
         donate(step, units)
-        alone = _alone(units)
-        if alone:
+        if alone := _alone(units):
             extern |= alone
             continue
         kernels = compiler.kernels(units, dry)

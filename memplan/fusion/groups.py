@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -202,9 +202,8 @@ def kept_outside(step: StepGraph) -> set[fx.Node]:
     return {base_of(step.look(node, value)) for node, value in (*outputs, *gradients)}
 
 
-def set_ends(step: StepGraph, units: Iterable[Unit]) -> None:
+def set_ends(step: StepGraph, units: Sequence[Unit]) -> None:
     """Set what each group reads, and what leaves it."""
-    units = list(units)
     wanted = kept_outside(step)
     for unit in units:
         if isinstance(unit, int):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 
 import networkx as nx
 import torch
@@ -26,9 +26,8 @@ _NEVER = frozenset({aten.embedding.default, aten.index.Tensor, aten.gather.defau
 _SMALL = 8  # values of less than this part of the group's largest are saved
 
 
-def rematerialise(step: StepGraph, units: Iterable[Unit]) -> None:
+def rematerialise(step: StepGraph, units: Sequence[Unit]) -> None:
     """Put copies of forward's pointwise nodes into backward groups."""
-    units = list(units)
     groups = [unit for unit in units if not isinstance(unit, int)]
     externs = [step.externs[unit] for unit in units if isinstance(unit, int)]
     read_anyway = {b for n in externs if place_of_node(n).phase == "backward" for b in bases_read(n)}

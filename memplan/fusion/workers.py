@@ -77,8 +77,7 @@ class _Worker:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
             env={**os.environ, "PYTHONPATH": path, **({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})},
         )  # fmt: skip
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self.stdin, self.stdout = self._process.stdin, self._process.stdout
         self.job: str | None = None
         self.until_s = time.monotonic() + PATIENCE_S
