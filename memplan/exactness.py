@@ -139,8 +139,7 @@ def audit(
     if isinstance(reference, nn.Module):
         buffers = {name for name, _ in (*model.named_buffers(), *reference.named_buffers())}
         own, theirs = ({n: t.shape for n, t in named_tensors(m) if n not in buffers} for m in (model, reference))
-        strange = sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n))
-        if strange:
+        if strange := sorted(n for n in own.keys() | theirs.keys() if own.get(n) != theirs.get(n)):
             raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
         twin, without = reference, _called(reference, loss_fn)
     elif reference is not None:
@@ -175,13 +174,12 @@ def audit(
             start.record(as_it_is, seen)
         faults = _located(faults, expected, seen)
     unknown = off.unknown | {f"{name} runs again in backward" for name, _ in expected.again}
-    kinds = [kind for kind, _ in right.values]
     return Audit(
         tuple(faults),
         tuple(one for one in every if _is_noise(one)),
         tuple(_counted(count, kind) for kind, count in sorted(off.counts.items()) if count),
         tuple(sorted(unknown)),
-        {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        dict(Counter(kind for kind, _ in right.values)),
     )
 
 

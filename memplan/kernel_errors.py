@@ -75,8 +75,7 @@ def _step(model: nn.Module, call: Call, loss_fn: LossFunction | None, device: to
             tensors = (t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad)
             loss = torch.stack([t.sum() for t in tensors]).sum()
         loss.backward()
-    gradients = (p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())
-    return [loss.detach(), *gradients]
+    return [loss.detach(), *(torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters())]
 
 
 def _error(tensors: list[torch.Tensor], exact: list[torch.Tensor]) -> float:

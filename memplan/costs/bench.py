@@ -247,8 +247,7 @@ class Bench:
             elif address in live:
                 blocks.append((live.pop(address), 0))
         names = {name: addresses[address] for address, name in live.items() if address in addresses}
-        asked = [i for i, v in enumerate(outputs) if values[v].size_bytes]
-        if sorted(names.values()) != asked:
+        if sorted(names.values()) != [i for i, v in enumerate(outputs) if values[v].size_bytes]:
             return ()
         return tuple((names.get(name, name), size_bytes) for name, size_bytes in blocks)
 
