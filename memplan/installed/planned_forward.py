@@ -121,18 +121,17 @@ class PlannedForward:
         evaluates = self._training and not self.model.training and not on_host
         if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
             return True
-        if private.someone_traces():
-            self.choice.tell_once("tracers", "torch.func, forward-mode differentiation and tracers")
-            return True
-        if private.exchanges_saved_tensors():
-            self.choice.tell_once("saved tensors", "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)")
-            return True
-        if private.parametrizations_are_cached():
-            self.choice.tell_once("cached parametrizations", "what several calls share (parametrize.cached)")
-            return True
-        if self.shards is not None and (reason := self.shards.unplanned_because()) is not None:
-            self.choice.tell_once("shards", reason)
-            return True
+        hooks = "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)"
+        around: dict[str, str | bool | None] = {
+            "tracers": private.someone_traces() and "torch.func, forward-mode differentiation and tracers",
+            "saved tensors": private.exchanges_saved_tensors() and hooks,
+            "parametrizations": private.parametrizations_are_cached() and "what calls share (parametrize.cached)",
+            "shards": self.shards is not None and self.shards.unplanned_because(),
+        }
+        for subject, reason in around.items():
+            if isinstance(reason, str):
+                self.choice.tell_once(subject, reason)
+                return True
         return False
 
     def fetching(self) -> contextlib.AbstractContextManager[object]:

@@ -36,8 +36,7 @@ _ARENAS = (1.0, 1.0, 1.0, 1.0, 1.01, 1.03, 1.1)
 _CLOSE = 1.05  # of what is alive: an arena that is worth no further trial, where it misses no block
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
 _MOST_MOVES = 24  # before one step of a schedule
-_TRIES = 20  # places that are tried for the blocks of one step
-_MOST_TRIES = 60  # of a leader, beyond the first of each step
+_MOST_TRIES = 60  # of places for the blocks of steps, beyond the first of each
 _REPAIRS = 400  # blocks that are placed anew for those of one step
 
 _Ints = NDArray[np.int64]
@@ -228,7 +227,7 @@ class _Leader:
         """
         requests = [event for event in events if isinstance(event, Request)]
         wishes = {r.name: int(self.offsets[self.index[r.name]]) for r in requests}
-        for _ in range(_TRIES):
+        while True:
             attempt = self._attempt(wishes, events)
             offsets = self._repaired(requests, attempt.places)
             if (offsets is not None and not attempt.misses) or not self.tries:

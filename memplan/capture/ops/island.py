@@ -49,6 +49,8 @@ from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.torch_private import pytree
 
+Absent = set[tuple[str, int]]  # islands by name, and inputs that get no gradient in a step
+
 
 class _Enter(torch.autograd.Function):
     """Lets a graph begin at tensors that it does not hold. A leaf would be held by its accumulator.
@@ -277,10 +279,7 @@ class Island(IslandCall):
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        kept: Sequence[torch.Tensor],
-        absent: set[tuple[str, int]] | None = None,
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], absent: Absent | None = None
     ) -> list[torch.Tensor]:
         """Run the backward op: its results, then 8 bytes that nobody reads. kept: the ticket, then what backward reads.
 
@@ -333,7 +332,7 @@ class Island(IslandCall):
         needed: Sequence[int],
         sources: Mapping[Source, torch.Tensor],
         results: list[torch.Tensor],
-        absent: set[tuple[str, int]] | None,
+        absent: Absent | None,
     ) -> tuple[tuple[Place | None, ...], ...]:
         """Gradients in memory of their own, as many and in such layouts as in the first run.
 

@@ -237,8 +237,7 @@ class Runner:
         if state.returned is not None:
             state.returned(self.outputs, tangents)
         self.store.begin(self._constants[0])
-        self.store.absent.clear()
-        self.store.routes = self._routes
+        self.store.absent, self.store.routes = set(), self._routes
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
             self.store.look_for_hooks()
