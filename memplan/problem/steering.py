@@ -79,12 +79,10 @@ class Steering:
     plugged_bytes: int = 0
 
 
-def lead(
-    microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: frozenset[int] = frozenset()
-) -> Steering | None:
+def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: frozenset[int]) -> Steering | None:
     """How microbatches are led through an arena that is as small as is found; None where blocks are always missed.
 
-    expandable: the allocator's setting `expandable_segments`.
+    expandable: the allocator's setting `expandable_segments`. outside: ops whose blocks are not in these moments.
     """
     blocks = _live_ranges([moment for moments in microbatches for moment in moments])
     if not blocks:

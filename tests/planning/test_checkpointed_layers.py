@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from typing import Any, ClassVar
 
 import pytest
@@ -165,6 +167,42 @@ def test_layers_whose_second_run_would_show_are_not_checkpointed(block: Any, cap
     memplan.apply(planned, x, "min", costs="estimate")
     assert "layers checkpointed" not in caplog.text
     assert_same_bits(steps(net, x), steps(planned, x))
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.kept = list[torch.Tensor]()
+
+
+class Caching(Block):
+    """Reads what earlier calls have left in a cache, and leaves its own there, as decoders of transformers do."""
+
+    def forward(self, x: torch.Tensor, *, cache: Cache) -> torch.Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        cache.kept.append(x)
+        return x * torch.cat(cache.kept).square().mean()
+
+
+class WithCache(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for layer in self.layers:
+            if random.random() > self.drop:
+                x = layer(x, cache=cache)
+        return x
+
+
+def test_layers_that_are_given_a_cache_are_not_checkpointed(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph that PyTorch's checkpoint could not run would hold the cache, and with it itself, for ever."""
+    torch.manual_seed(0)
+    net, x = Net(WithCache(Caching, drop=0.3), logs=True), torch.randn(128, 16)
+    memplan.apply(net, x, "min", costs="estimate")
+    assert "layers checkpointed" not in caplog.text
+    steps(net, x)
+    lasting = [*map(weakref.ref, net.parameters())]
+    del net
+    gc.collect()
+    assert not any(parameter() is not None for parameter in lasting)
 
 
 @pytest.mark.parametrize("name", ["a log in the root", "experts"])

@@ -35,7 +35,7 @@ PROBLEMS = {"llama": llama_like(4), "resnet": resnet_like((2, 2, 2, 2)), "unet":
 
 def led_blocks(moments: list[Moment], expandable: bool) -> tuple[int, int]:
     """The most bytes that the allocator reserves for moments that are led, and that live at one time."""
-    found = lead([moments], expandable)
+    found = lead([moments], expandable, frozenset())
     if found is None:  # some block has no place in any of those that were tried
         return 0, 1
     allocator = CachingAllocator(expandable)
@@ -136,7 +136,7 @@ def test_a_block_that_is_missed_is_packed_with_more_room_than_those_before_it(mo
         return tight if len(packed) == 1 else pack_slab(blocks, seed=seed)
 
     monkeypatch.setattr(steering, "pack_slab", pack)
-    found = lead([moments], True)
+    found = lead([moments], True, frozenset())
     assert packed[:2] == [37 * MIB, 55 * MIB]
     assert found is not None and found.arena_bytes < 1.05 * 113 * MIB
 

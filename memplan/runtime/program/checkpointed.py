@@ -68,14 +68,16 @@ def layers_checkpointed(model: nn.Module, layers: Collection[str]) -> contextlib
 def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What the forward of a module returns. Its second run has the parameters of the first.
 
-    Where modules in it have hooks, which would run twice, it runs as it is.
+    Where modules in it have hooks, which would run twice, it runs as it is. So it does where it is given an object, a
+    cache for instance, in which a second run would find what the first has left.
 
     Raises PlanMismatch in backward where modes or attributes of the module are no longer those of the first run.
     """
-    if not torch.is_grad_enabled() or any(private.is_hooked(m) for m in module.modules() if m is not module):
-        return forward(*args, **kwargs)
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     arguments, names = Arguments.of(args, kwargs, state), list(state)
+    objects, once = arguments.static[1:], any(private.is_hooked(m) for m in module.modules() if m is not module)
+    if once or not torch.is_grad_enabled() or any(hasattr(a, "__dict__") and not callable(a) for a in objects):
+        return forward(*args, **kwargs)
     static, given, before = arguments.static, arguments.given, list[Any]()
 
     def run(*tensors: torch.Tensor) -> Any:
