@@ -176,15 +176,15 @@ def eject(
         meets = (first < last[block]) & (last > first[block])
         starts, ends = by_start[:placed], by_top[:placed]
         starts, ends = starts[meets[starts]], ends[meets[ends]]
-        beside = len(starts)
+        near = len(starts)
         # In the way of a place are blocks that begin below its end, but for those that end below it.
         place = chosen = i = j = k = 0
         begun, ended, best = 0.0, 0.0, np.inf
         while place <= highest:
-            while i < beside and offsets[starts[i]] < place + length:
+            while i < near and offsets[starts[i]] < place + length:
                 begun += weight[starts[i]]
                 i += 1
-            while j < beside and tops[ends[j]] <= place:
+            while j < near and tops[ends[j]] <= place:
                 ended += weight[ends[j]]
                 j += 1
             cost = begun - ended
@@ -194,12 +194,12 @@ def eject(
                 best, chosen = noisy, place
             if cost <= _NOTHING or place == highest:
                 break
-            while k < beside and offsets[starts[k]] - length <= place:
+            while k < near and offsets[starts[k]] - length <= place:
                 k += 1
             place = highest  # or at the next block's end, or before the next block
-            if j < beside:
+            if j < near:
                 place = min(place, tops[ends[j]])
-            if k < beside:
+            if k < near:
                 place = min(place, offsets[starts[k]] - length)
         if best > _FIXED / 2:
             return offsets
