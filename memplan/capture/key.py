@@ -34,11 +34,10 @@ class ModesKey:
         self._facts = self._now()
 
     def _now(self) -> tuple[Any, ...]:
-        modules = tuple(map(id, self._model.modules()))
-        training = tuple(m.training for m in self._model.modules())
+        modules = tuple((id(m), type(m), m.training) for m in self._model.modules())
         hooks = tuple(private.foreign_hooks(table) for _, table in _hook_tables(self._model))
         tensors = tuple(_Tensor.of(t) for t in (*self._model.parameters(), *self._model.buffers()))
-        return modules, training, hooks, tensors, Autocast.ambient(self._device_type)
+        return modules, hooks, tensors, Autocast.ambient(self._device_type)
 
     def mismatch(self) -> str | None:
         """What kind of thing differs, in words; None where nothing does."""
@@ -73,7 +72,7 @@ class StepKey:
         self._shards, self._run = shards, run
         self._way = None if shards is None else shards.way
         self._switches = kernel_switches()
-        self._training = tuple(m.training for m in model.modules())
+        self._kinds = tuple((type(m), m.training) for m in model.modules())
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
@@ -223,7 +222,9 @@ class StepKey:
         return next((problem for problem in found if problem is not None), None)
 
     def _model_changed(self) -> str | None:
-        for (name, module), training, children in zip(self._modules, self._training, self._children, strict=True):
+        for (name, module), (kind, training), children in zip(self._modules, self._kinds, self._children, strict=True):
+            if type(module) is not kind:
+                return f"module {name or '(the model itself)'} is of another class, {type(module).__name__}"
             if module.training is not training:
                 mode = "train" if module.training else "eval"
                 return f"module {name or '(the model itself)'} is in {mode} mode"
