@@ -15,11 +15,6 @@ import torch
 from memplan.torch_private.exchanged import exchanged
 
 
-def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
-    """How long collectives of a process group wait for a rank; None where its backend does not say."""
-    return max((backend.options._timeout for backend in _backends_of(group)), default=None)
-
-
 def reduces_on_cpu(group: torch.distributed.ProcessGroup) -> bool:
     """Whether the ranks of a group can run collectives of tensors on the CPU."""
     return any(device.type == "cpu" for device in group._device_types)
@@ -29,6 +24,18 @@ def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
     """Backends of a process group that say how long they wait for a rank."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [b for b in backends if getattr(b, "options", None) is not None]
+
+
+def gloo_group(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
+    """A gloo group of the ranks of a group, which waits as long for one. All of them must ask for it at first."""
+    ranks = torch.distributed.get_process_group_ranks(group)
+    timeout = max((backend.options._timeout for backend in _backends_of(group)), default=None)
+    name, groups = f"memplan, {timeout}", torch.distributed.distributed_c10d._world.pg_map
+    own = (g for g in groups if g.group_desc == name and torch.distributed.get_process_group_ranks(g) == ranks)
+    # Only its members have to make it, and no collective of theirs can get between its messages.
+    return next(own, None) or torch.distributed.new_group(
+        ranks, timeout=timeout, backend="gloo", use_local_synchronization=True, group_desc=name
+    )
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import Graph
 from memplan.problem.schedule import Schedule, SurfaceGrads
 from memplan.runtime.program.collectives import Collectives
+from memplan.runtime.ranks.agreement import Ranks
 from tests.ranks.spawn import cells, run_ranks
 from tests.support.zoo import MODELS, call, loss_of
 
@@ -44,6 +45,19 @@ def test_no_schedule_of_any_solver_changes_the_order_of_gradients(name: str, pre
     assert len(points) > 1 or preset == "noremat"
     for point in points:
         assert delivered(point.schedule) == made_order(point.problem.graph)
+
+
+def test_models_share_one_gloo_group() -> None:
+    """Each group has threads that wake up a hundred times a second."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        world = torch.distributed.group.WORLD
+        first, second = Ranks(world), Ranks(world)
+        assert first._group is second._group is not world
+        assert second.messages({"rank": 0}) == [{"rank": 0}]
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def arrivals(net: torch.nn.Module, sample: Any) -> list[str]:

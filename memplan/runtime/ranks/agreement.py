@@ -69,20 +69,17 @@ class _Word(NamedTuple):
 
 
 class Ranks:
-    """Exchanges bytes between the ranks of a group, over a gloo group of its own. All of the ranks must make it."""
+    """Exchanges bytes between the ranks of a group, over gloo. All of the ranks must make it."""
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-        """Make the gloo group. Raises ValueError where this process is not one of the group's."""
+        """Find or make the gloo group. Raises ValueError where this process is not one of the group's."""
         members = torch.distributed.get_process_group_ranks(group)
         own = torch.distributed.get_rank()
         if own not in members:
             raise ValueError(f"rank {own} is not in the group= that it was given, which has ranks {members}")
         self.names = sorted(members)  # the ranks as the whole job numbers them
         self.rank = self.names.index(own)
-        # Only its members have to make it, and no collective of theirs can get between its messages.
-        self._group = torch.distributed.new_group(
-            members, timeout=private.timeout_of(group), backend="gloo", use_local_synchronization=True
-        )
+        self._group = private.gloo_group(group)
         self._word = torch.empty(16, dtype=torch.uint8, device="cpu")  # gloo's, also if the default device is another
         self._words = [torch.empty_like(self._word) for _ in members]
 
@@ -241,11 +238,9 @@ class Agreement:
 
     def _failure(self, problem: Exception | None) -> Exception:
         """The error for this rank where something went wrong on some rank: its own, or one that tells of another's."""
-        own = None
-        if problem is not None:
-            floor_bytes = getattr(problem, "floor_bytes", None)
-            own = {"kind": type(problem).__name__, "text": str(problem), "floor_bytes": floor_bytes}
-        told = self._ranks.messages(own)
+        floor_bytes = getattr(problem, "floor_bytes", None)
+        own = {"kind": type(problem).__name__, "text": str(problem), "floor_bytes": floor_bytes}
+        told = self._ranks.messages(None if problem is None else own)
         if problem is not None:
             return problem
         rank = next(r for r, message in enumerate(told) if message is not None)
