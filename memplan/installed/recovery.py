@@ -210,9 +210,7 @@ class Recovery:
             "PYTORCH_ALLOC_CONF=expandable_segments:True" + ", or plan with on_oom='replan'" * (self.on_oom == "raise")
         )
         if self.on_oom == "replan" and not repeats:
-            advice = (
-                "The step can't run again, for it, or somebody since, has written to what it reads. Lower the budget"
-            )
+            advice = "The step can't run again, because what it reads has been written to since. Lower the budget"
         if self.on_oom == "raise" or plan is None or not repeats:
             raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}. {advice}") from problem
         if plan.peak_bytes <= plan.floor_bytes:

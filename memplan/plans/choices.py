@@ -105,12 +105,10 @@ def reason_of(choices: Sequence[Choice]) -> str:
     peak = "at the peak" if at_peak == len(choices) else f"{at_peak} at the peak" if at_peak else "not at the peak"
     room = f"{bytes_text}{each} over {share} of the step, {peak}"
     needs = f", and {missing} of its inputs" if one.missing else ""
-    if one.decision == "keep":
-        return f"can't run again: {one.barred}" if one.barred else f"recompute: {time_text}{each}{needs}; frees {room}"
-    if one.decision == "recompute":
-        return f"its op takes {time_text}{each}; keep: {room}"
     again = f"can't run again: {one.barred}" if one.barred else f"recompute: {time_text}{each}{needs}"
-    return f"keep: {room}; {again}"
+    if one.decision == "keep":
+        return again if one.barred else f"{again}; frees {room}"
+    return f"keep: {room}; {again}" if one.decision == "offload" else f"its op takes {time_text}{each}; keep: {room}"
 
 
 def _span(numbers: Sequence[_Number], text: Callable[[_Number], str]) -> str:
