@@ -89,6 +89,11 @@ def test_of_what_an_allocator_gave_no_memory_nothing_counts() -> None:
         sparse = torch.eye(16).to_sparse()
         assert meter.live_bytes == 16 * (2 * 8 + 4)  # indices and values
     del meta, sparse
+    values, offsets = torch.zeros(256, 4), torch.tensor([0, 100, 256])
+    with own.LiveMeter() as meter:
+        twice = torch.nested.nested_tensor_from_jagged(values, offsets) * 2
+        assert meter.live_bytes == offsets.nbytes + 2 * values.nbytes
+    del twice
 
 
 def test_backward_is_seen_and_a_gradient_counts_once() -> None:

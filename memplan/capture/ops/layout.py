@@ -24,7 +24,9 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor, or the strided tensors that a sparse one consists of; of a DTensor, the part that is here."""
+    """The tensor, or those that a sparse or a jagged one consists of; of a DTensor, the part that is here."""
+    if tensor.layout is torch.jagged:
+        return [tensor.values(), tensor.offsets()]  # type: ignore[attr-defined]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout is torch.sparse_csr or tensor.layout is torch.sparse_bsr:
