@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import math
 from collections.abc import Sequence
 
@@ -106,8 +105,8 @@ class UnplannedSteps:
         most_bytes = below_bytes - 1 - held_bytes
 
         def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:
-            run = functools.partial(checkpointing(self._model, layers, self._forward), *call.variadic, **call.arguments)
-            found = contextvars.copy_context().run(unplanned_peak, self._model, call, run, most_bytes)
+            forward = checkpointing(self._model, layers, self._forward)
+            found = contextvars.copy_context().run(unplanned_peak, self._model, call, forward, most_bytes)
             after_bytes = found.end_bytes + needs.step_bytes + around.after_bytes
             return held_bytes + max(found.peak_bytes, after_bytes), found
 

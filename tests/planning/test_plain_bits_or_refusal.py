@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -111,3 +112,54 @@ def test_planning_in_the_middle_of_a_step_draws_nothing(kind: type[nn.Module]) -
     (net, sample), (twin, _) = (net_and_sample(lambda: Inside(kind)) for _ in range(2))
     memplan.apply(twin, None, 1 << 30, costs="estimate")
     assert_same_bits(steps(net, sample), steps(twin, sample))
+
+
+class Scaled(nn.Module):
+    """Takes a number from an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+
+    def forward(self, x: torch.Tensor, draw: Any) -> torch.Tensor:
+        return self.inner(x) * (draw.random() if hasattr(draw, "random") else next(draw))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def random(self) -> float:
+        self.total += 1
+        return self.total.item()
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "iterator": lambda: iter(range(1, 10)),
+    "tensor": Counted,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_step_that_runs_unplanned_leaves_its_arguments_alone_while_it_is_measured(name: str) -> None:
+    (net, sample), (twin, _) = (net_and_sample(Scaled) for _ in range(2))
+    memplan.apply(twin, None, 1 << 30, costs="estimate")
+    left = []
+    for model in (net, twin):
+        torch.manual_seed(1)
+        draw, losses = DRAWS[name](), []
+        for _ in range(3):
+            losses.append(model(sample, draw))
+            losses[-1].backward()
+        left.append(copied([losses, [p.grad for p in model.parameters()]]))
+    assert_same_bits(*left)
+
+
+def test_an_argument_that_can_not_be_copied_is_refused() -> None:
+    net, sample = net_and_sample(Scaled)
+    memplan.apply(net, None, 1 << 30, costs="estimate")
+    with pytest.raises(memplan.UnsupportedModel, match="a trial may change arguments that can't be copied"):
+        net(sample, (number for number in range(3)))

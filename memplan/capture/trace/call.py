@@ -19,7 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.named_table import content_of
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.sizes import Expression, Numbers
-from memplan.errors import NothingToTrain
+from memplan.errors import NothingToTrain, UnsupportedModel
 from memplan.torch_private import pytree
 
 Sample = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -69,6 +69,15 @@ class Call:
         leaves = tuple(next(left) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves)
         variadic, arguments = pytree.tree_unflatten(leaves, self.spec)
         return Call(arguments, variadic, leaves, self.spec, self.paths)
+
+    def copied(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for a trial, with copies of objects, which forward may change. Raises UnsupportedModel for some."""
+        lasting = [*self.tensors, *shared_objects(model), *model.modules()]
+        lasting += [p for leaf in self.leaves if isinstance(leaf, nn.Module) for p in leaf.parameters()]
+        try:
+            return copy.deepcopy((self.variadic, self.arguments), {id(thing): thing for thing in lasting})
+        except Exception as error:
+            raise UnsupportedModel(f"a trial may change arguments that can't be copied: {error}") from error
 
     def detached(self, device: torch.device | None = None) -> Call:
         """The call with tensors of the same data on the device, which are not part of the caller's autograd graph."""

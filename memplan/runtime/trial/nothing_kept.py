@@ -46,7 +46,7 @@ def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any]) -> Itera
         stack.callback(writes.undo)
         stack.callback(torch.clear_autocast_cache)
         torch.clear_autocast_cache()
-        kept = AttributesKept(model, run=run, given=call.leaves)
+        kept = AttributesKept(model, run=run)
         with python_generators_kept(), torch.random.fork_rng(devices=devices), kept, writes:
             yield writes
 

@@ -81,7 +81,7 @@ class StepStart:
         call = CallReader(run).read_sample(sample)
         try:
             with (
-                _python_state_kept(model, run, call.leaves),
+                _python_state_kept(model, run),
                 heard or contextlib.nullcontext(),
                 torch.enable_grad(),
                 OtherLeaves((*model.parameters(), *call.tensors)) as others,
@@ -222,7 +222,7 @@ def _as_bytes(state: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _python_state_kept(model: nn.Module, run: Callable[..., Any], given: tuple[Any, ...]) -> Iterator[None]:
+def _python_state_kept(model: nn.Module, run: Callable[..., Any]) -> Iterator[None]:
     """A context that puts back attributes, gradients and the state of optimizers that step in it."""
     optimizers = set[torch.optim.Optimizer]()
 
@@ -239,5 +239,5 @@ def _python_state_kept(model: nn.Module, run: Callable[..., Any], given: tuple[A
             stack.callback(parameter.requires_grad_, parameter.requires_grad)
             parameter.grad = None
         stack.callback(register_optimizer_step_pre_hook(keep).remove)
-        with AttributesKept(model, run=run, given=given):
+        with AttributesKept(model, run=run):
             yield

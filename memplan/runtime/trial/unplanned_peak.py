@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.tables import held_in, is_plain
 from memplan.capture.ops.layout import strided_parts
-from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
+from memplan.capture.trace.call import Call, Forward, OutputTemplate, differentiated_outputs, shared_objects
 from memplan.capture.trace.generators import python_generators, seed_all
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
@@ -36,8 +36,8 @@ class UnplannedPeak(NamedTuple):
     left: tuple[Any, ...]
 
 
-def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any], most_bytes: float = math.inf) -> UnplannedPeak:
-    """What a step holds that `run` begins, parameters, buffers and inputs included, kernel scratch on CUDA only.
+def unplanned_peak(model: nn.Module, call: Call, forward: Forward, most_bytes: float = math.inf) -> UnplannedPeak:
+    """What a step holds that `forward` begins, parameters, buffers and inputs included, kernel scratch on CUDA only.
 
     Two steps are run. The first may leave something in Python attributes that the second still holds, or have libraries
     allocate on the device. Where forward draws random numbers, two more are run on other ones; if the peaks of these
@@ -47,8 +47,8 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any], most_by
     """
     meter, returned = LiveMeter(), list[Any]()
     with (
-        nothing_kept(model, call, run=run),
-        AttributesKept(model, run=run) as attributes,
+        nothing_kept(model, call, run=forward),
+        AttributesKept(model, run=forward) as attributes,
         KnownGenerators(model),
         torch.enable_grad(),
         OtherLeaves((*model.parameters(), *call.tensors)) as others,
@@ -63,10 +63,11 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any], most_by
                 seed_all(seed)
             for leaf in (*model.parameters(), *call.tensors, *others.found):
                 leaf.grad = None
+            args, kwargs = call.copied(model)
             meter.reset_peak()
             with _allocations(model) as grown:
                 with meter:
-                    output = run()
+                    output = forward(*args, **kwargs)
                 returned.append(bits_of(output))
                 with meter:
                     template = OutputTemplate(output, shared_objects(model))
