@@ -77,8 +77,7 @@ def remove(model: nn.Module) -> nn.Module:
             for undo in reversed(planned.undo):
                 undo()
             planned.warn_of_host()
-        forward = vars(module).get("forward")
-        if isinstance(forward, UnplannedLoss):
+        if isinstance(forward := vars(module).get("forward"), UnplannedLoss):
             forward.uninstall()
     return model
 

@@ -104,10 +104,7 @@ class KnownCosts:
         """Add what was entered to the file, beside what other processes have added since it was read."""
         with only_writer(self.name):
             merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
-            entries = dict[str, list[object]]()
-            for key, facts in sorted(merged.items()):
-                recorded = [facts.requests, True] if facts.unsteady else [facts.requests] if facts.requests else []
-                entries[key] = [facts.time_s, facts.scratch_bytes, facts.doubts, facts.process, *recorded]
+            entries = {key: dataclasses.astuple(facts) for key, facts in sorted(merged.items())}
             keep(self.name, json.dumps({"format": _FORMAT, "facts": entries}).encode())
 
 

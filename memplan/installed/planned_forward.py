@@ -241,6 +241,5 @@ def plans_set_aside(model: nn.Module) -> Iterator[int]:
                 stack.enter_context(planned.stepping_aside())
                 stack.enter_context(planned.fetching())
                 if (loss_fn := planned._planner.settings.loss_fn) is not None:
-                    module.forward = loss = UnplannedLoss(module, loss_fn)
-                    stack.callback(loss.uninstall)
+                    stack.enter_context(private.exchanged(module, forward=UnplannedLoss(module, loss_fn)))
         yield count

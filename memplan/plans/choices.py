@@ -18,6 +18,8 @@ from memplan.units import format_bytes, format_seconds
 
 _Number = TypeVar("_Number", int, float)
 TensorDecision = Literal["keep", "recompute", "offload"]
+_HELD = "it is an output, which the caller holds"
+_BARRED = "its op writes to what outlives the step, or may give other bits"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +78,7 @@ def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
         for u in graph.ops[maker].inputs:
             stays = graph.values[u].resident and not graph.values[u].fetched
             missing += not (stays or any(life.begin <= end <= life.end for life in lives.get(u, ())))
-        barred = ""
-        if value.held:
-            barred = "it is an output, which the caller holds"
-        elif not graph.ops[maker].recomputable:
-            barred = "its op writes to what outlives the step, or may give other bits"
+        barred = _HELD if value.held else "" if graph.ops[maker].recomputable else _BARRED
         found.append(
             Choice(
                 v, maker, labels[v], value.tensor, decision, value.size_bytes, times_s[maker], share,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 
-from memplan.problem.data import Graph, Op, Value
+from memplan.problem.data import Graph, Op
 
 
 def structure(graph: Graph) -> tuple[object, ...]:
@@ -18,11 +17,8 @@ def first_difference(planned: Graph, captured: Graph) -> str | None:
     """What differs between two graphs, in words; None where they are equal."""
     if planned == captured:
         return None
-    pairs: tuple[tuple[str, Sequence[Value | Op], Sequence[Value | Op]], ...] = (
-        ("value", planned.values, captured.values),
-        ("op", planned.ops, captured.ops),
-    )
-    for what, mine, theirs in pairs:
+    for what in ("value", "op"):
+        mine, theirs = (getattr(graph, f"{what}s") for graph in (planned, captured))
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if a != b:
                 names = [f.name for f in fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
