@@ -145,10 +145,9 @@ def doubt(traced: Traced) -> None:
 
 def device_name(device: torch.device) -> str:
     """A name of the hardware, the thread count and the torch version, for which measured figures hold."""
+    hardware = f"{platform.machine()}-{platform.processor() or 'cpu'}-{torch.get_num_threads()}threads"
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
-    else:
-        hardware = f"{platform.machine()}-{platform.processor() or 'cpu'}-{torch.get_num_threads()}threads"
     name = f"{device.type}-{hardware}-torch{torch.__version__}"
     return "".join(c if c.isalnum() or c in "-." else "_" for c in name)
 

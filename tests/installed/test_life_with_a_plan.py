@@ -316,6 +316,36 @@ class LeavesTwo(nn.Module):
         return self.last.square().sum()
 
 
+class Output:
+    """An object that pytree does not open."""
+
+    def __init__(self, loss: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.loss, self.hidden = loss, hidden
+
+
+class Recurrent(nn.Module):
+    """Its LSTM is an island, of whose three results one gets a gradient: the first trace does not know that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.LSTM(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Output:
+        hidden = self.last(self.middle(self.first(x).tanh())[0])
+        return Output(hidden.square().mean(), hidden)
+
+
+def test_a_model_that_took_two_traces_and_gives_objects_is_freed() -> None:
+    net = Recurrent()
+    memplan.apply(net, torch.randn(4, 2, 8), 1 << 30, costs="estimate")
+    assert memplan.plan_of(net) is not None
+    memplan.remove(net)
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_model_that_holds_outputs_of_its_last_step_is_freed() -> None:
     net, x = LeavesTwo(), torch.randn(64, 16)
     memplan.apply(net, x, 1.0, costs="estimate")

@@ -169,6 +169,7 @@ class _StepTrace:
             except MemoryError:
                 raise
             except Exception as error:
+                self._notes.template = None  # an object in it may hold a graph of autograd, which holds these notes
                 is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
                 raise self._in_words(error) from error.__cause__ if is_refusal else error
         return self._raw(graph_module, symbolic)
