@@ -114,6 +114,29 @@ def test_planning_in_the_middle_of_a_step_draws_nothing(kind: type[nn.Module]) -
     assert_same_bits(steps(net, sample), steps(twin, sample))
 
 
+class Critic(nn.Module):
+    """Calls a module that it has in a list, and branches, so that it runs unplanned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Net()
+        self.others = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * self.inner(x)
+        return self.others[0](hidden * 2 if hidden.detach().mean().item() > 1e9 else hidden).square().mean()
+
+
+def test_buffers_of_modules_that_are_not_registered_are_left_alone_by_planning() -> None:
+    (net, sample), (twin, _) = (net_and_sample(Critic) for _ in range(2))
+    memplan.apply(twin, sample, 1 << 30, costs="estimate")
+    left = []
+    for model in (net, twin):
+        result = steps(model, sample)
+        left.append([result, copied(dict(model.others[0].state_dict()))])
+    assert_same_bits(*left)
+
+
 class Scaled(nn.Module):
     """Takes a number from an argument."""
 

@@ -17,6 +17,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.ops.dataflow import written_arguments
 from memplan.capture.ops.layout import storage_key
+from memplan.torch_private import pytree
 
 _Remembering = functools._lru_cache_wrapper
 _DEPTH = 5  # of containers around a tensor in a result
@@ -68,6 +69,12 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor's contents can be put back: it is neither sparse, nor meta, nor one of torch.func's."""
     return tensor.layout is torch.strided and not tensor.is_meta and not private.is_transformed(tensor)
+
+
+def memory_of(things: Any) -> dict[int, Any]:
+    """The memory of tensors, in containers too, by key."""
+    tensors = (t for t in pytree.tree_leaves(things) if isinstance(t, torch.Tensor) and has_memory(t))
+    return {storage_key(t): private.known_storage(t) for t in tensors}
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
-from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, memory_of, written_by
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, held_in, is_plain
@@ -120,7 +120,7 @@ class IslandRuns(private.RealOps):
         self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
         self._noted["collectives"] += is_collective(func)
         result = self.run_op(func, args, kwargs)
-        given = _memory_of((args, kwargs))
+        given = memory_of((args, kwargs))
         self._note_behind(given)
         for tensor in tensors_of(result):
             if has_memory(tensor) and storage_key(tensor) not in given:
@@ -237,11 +237,11 @@ class IslandRuns(private.RealOps):
         )
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
         noted_before = Counter(self._noted)
-        self._inside, self._behind = set(_memory_of(tensors)), {}
+        self._inside, self._behind = set(memory_of(tensors)), {}
         first_node = next_node()
         with private.exchanged(self, _within=True):
             returned = run()
-        self._note_behind(_memory_of(returned))
+        self._note_behind(memory_of(returned))
         self._read_behind[island.name] = dict(self._behind)
         behind = self._read_behind[island.name].keys()
         buffers_now = {storage_key(b) for b in self._model.buffers() if has_memory(b)}
@@ -413,12 +413,6 @@ def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> 
     stack = contextlib.ExitStack()
     stack.callback(kept(model).restore)
     return stack
-
-
-def _memory_of(things: Any) -> dict[int, Any]:
-    """The memory of tensors, in containers too, by key."""
-    tensors = (t for t in pytree.tree_leaves(things) if isinstance(t, torch.Tensor) and has_memory(t))
-    return {storage_key(t): private.known_storage(t) for t in tensors}
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:

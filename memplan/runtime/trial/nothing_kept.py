@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
-from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.kept_memory import KeptMemory, memory_of, written_by
 from memplan.capture.attributes.tables import held_in
+from memplan.capture.ops import op_facts
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
@@ -28,10 +29,10 @@ def nothing_kept(model: nn.Module, call: Call, run: Callable[..., Any]) -> Itera
 
     run: what is called.
     """
-    writes = WritesUndone(model, call)
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
     homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     stand_ins = {b: b.detach().clone() for b in dict.fromkeys(model.buffers())}  # the buffers are not touched at all
+    writes = WritesUndone(model, stand_ins.values())
     devices = sorted({t.device for t in leaves if t.device.type == "cuda"}, key=str)
     with contextlib.ExitStack() as stack:  # it puts things back in the reverse order
         for leaf in leaves:
@@ -61,37 +62,33 @@ def _set_aside(leaf: torch.Tensor, stack: contextlib.ExitStack) -> None:
 
 
 class WritesUndone(private.RealOps):
-    """Undoes writes to parameters, arguments and tensors in attributes.
+    """Undoes writes to memory that was there before: of parameters, arguments, tensors in attributes, lists, closures.
 
-    Copies memory as soon as an op is about to write to it; `undo` puts it back.
-
-    Parameters whose `.data` was exchanged get theirs back too, except sharded ones, which come and go. Buffers are not
-    looked at.
+    Copies memory as soon as an op is about to write to it; `undo` puts it back. made: tensors that are the run's own.
+    Parameters whose `.data` was exchanged get theirs back too, except sharded ones, which come and go.
     """
 
-    def __init__(self, model: nn.Module, call: Call) -> None:
+    def __init__(self, model: nn.Module, made: Iterable[torch.Tensor]) -> None:
         super().__init__()
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
-        tensors = [t for t in (*parameters, *call.tensors, *held_in(model, torch.Tensor)) if has_memory(t)]
-        self._watched = {storage_key(t) for t in tensors if t.numel()}
-        self._memory = KeptMemory()
-
-    @property
-    def written(self) -> tuple[torch.Tensor, ...]:
-        return tuple(self._memory.written)
+        self._made, self.memory = set(memory_of(list(made))), KeptMemory()
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        for tensor in written_by(func, args, kwargs):
-            if storage_key(tensor) in self._watched:
-                self._memory.keep(tensor)
-        return self.run_op(func, args, kwargs)
+        hidden = [args[i] for i in op_facts.HIDDEN_WRITES.get(func, ((), 0))[0] if args[i] is not None]
+        for tensor in (*written_by(func, args, kwargs), *hidden):
+            if tensor.numel() and storage_key(tensor) not in self._made:
+                self.memory.keep(tensor)
+        given = memory_of((args, kwargs))
+        result = self.run_op(func, args, kwargs)
+        self._made |= memory_of(result).keys() - given.keys()
+        return result
 
     def undo(self) -> None:
         for parameter, data, key in self._data:
             if storage_key(parameter) != key and parameter.shape == data.shape:
                 parameter.data = data
-        self._memory.undo()
+        self.memory.undo()
 
 
 class OtherLeaves(contextlib.ExitStack):

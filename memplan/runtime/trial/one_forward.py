@@ -91,7 +91,7 @@ def one_forward(
                 raise ForwardFails(error) from error
         left = attributes.left()
         caches = left.without(lambda t: t in reads.reached or (has_memory(t) and storage_key(t) in standing_in))
-        memory = {storage_key(tensor) for tensor in writes.written}
+        memory = {storage_key(tensor) for tensor in writes.memory.written}
         written = {n for n, p in model.named_parameters() if has_memory(p) and storage_key(p) in memory}
         written.update(name for name, buffer, version in buffers if buffer._version != version)
         caches = LeftBehind([], []) if reads.of_data else caches
