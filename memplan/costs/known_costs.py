@@ -16,7 +16,7 @@ import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 import torch
 from torch import nn
@@ -101,10 +101,10 @@ class KnownCosts:
         self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid(), requests, unsteady)
 
     def save(self) -> None:
-        """Add what was entered to the file, beside what other processes have added since it was read."""
+        """Add what was entered to the file, and to what others have added. Empty ends of entries are left out."""
         with only_writer(self.name):
             merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
-            entries = {key: dataclasses.astuple(facts) for key, facts in sorted(merged.items())}
+            entries = {k: astuple(f)[: 6 if f.unsteady else 5 if f.requests else 4] for k, f in sorted(merged.items())}
             keep(self.name, json.dumps({"format": _FORMAT, "facts": entries}).encode())
 
 
