@@ -129,15 +129,15 @@ def test_costs_of_a_busy_machine_are_measured_again_until_repeats_agree(
     net, sample = MODELS["handmade"](0)
     slowed(monkeypatch, spread=True)
     slow = memplan.plan(net, sample, 1.0)
-    assert all(doubts == 1 for _, _, doubts, *_ in facts_in(cost_cache).values())
+    assert all(doubts == 1 for _, _, doubts, _ in facts_in(cost_cache).values())
     assert memplan.plan(net, sample, 1.0).problem.costs == slow.problem.costs  # of one process
     monkeypatch.setattr(os, "getpid", lambda: -1)  # another
     memplan.plan(net, sample, 1.0)
-    assert all(doubts == 2 for _, _, doubts, *_ in facts_in(cost_cache).values())
+    assert all(doubts == 2 for _, _, doubts, _ in facts_in(cost_cache).values())
     monkeypatch.setattr(os, "getpid", lambda: -2)
     slowed(monkeypatch, spread=False)
     assert memplan.plan(net, sample, 1.0).problem.costs.time_s == (1.0,) * len(slow.problem.graph.ops)
-    assert {doubts for _, _, doubts, *_ in facts_in(cost_cache).values()} == {-1}
+    assert {doubts for _, _, doubts, _ in facts_in(cost_cache).values()} == {-1}
     monkeypatch.setattr(os, "getpid", lambda: -3)
     monkeypatch.setattr(torch.profiler, "profile", lambda **kwargs: pytest.fail("measured again"))
     memplan.plan(net, sample, 1.0)
@@ -149,7 +149,7 @@ def test_repeats_that_never_agree_are_measured_three_times(cost_cache: Path, mon
     for process in range(-4, 0):
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
         memplan.plan(net, sample, 1.0)
-    assert {(doubts, process) for _, _, doubts, process, *_ in facts_in(cost_cache).values()} == {(-1, -2)}
+    assert {(doubts, process) for _, _, doubts, process in facts_in(cost_cache).values()} == {(-1, -2)}
 
 
 def test_costs_are_doubted_once_where_the_first_step_takes_much_less(
@@ -163,7 +163,7 @@ def test_costs_are_doubted_once_where_the_first_step_takes_much_less(
         run_steps(net, sample)
         told = [r for r in caplog.records if "clear-costs" in r.getMessage()]
         assert len(told) == 1 + again
-        assert {doubts for _, _, doubts, *_ in facts_in(cost_cache).values()} == {-1 if again else 1}
+        assert {doubts for _, _, doubts, _ in facts_in(cost_cache).values()} == {-1 if again else 1}
 
 
 def test_one_command_forgets_what_is_kept(cost_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
