@@ -27,7 +27,7 @@ def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
 
 
 def gloo_group(group: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
-    """A gloo group of the ranks of a group, which waits as long for one. All of them must ask for it at first."""
+    """A gloo group of the ranks of a group, which waits as long for one. All must ask for it the first time."""
     ranks = torch.distributed.get_process_group_ranks(group)
     timeout = max((backend.options._timeout for backend in _backends_of(group)), default=None)
     name, groups = f"memplan, {timeout}", torch.distributed.distributed_c10d._world.pg_map

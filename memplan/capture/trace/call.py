@@ -71,7 +71,7 @@ class Call:
         return Call(arguments, variadic, leaves, self.spec, self.paths)
 
     def copied(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments for a trial, with copies of objects, which forward may change. Raises UnsupportedModel for some."""
+        """Arguments for a trial. Objects are copies, for forward may change them. Raises UnsupportedModel for some."""
         lasting = [*self.tensors, *shared_objects(model), *model.modules()]
         lasting += [p for leaf in self.leaves if isinstance(leaf, nn.Module) for p in leaf.parameters()]
         try:

@@ -77,8 +77,8 @@ class WritesUndone(private.RealOps):
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         hidden = [args[i] for i in op_facts.HIDDEN_WRITES.get(func, ((), 0))[0] if args[i] is not None]
         for tensor in map(private.part_here, (*written_by(func, args, kwargs), *hidden)):
-            has_own = tensor.numel() and private.is_ordinary(private.plain(tensor))  # and no wrapper of others
-            if has_own and storage_key(tensor) not in self._made:
+            owns_memory = tensor.numel() and private.is_ordinary(private.plain(tensor))  # a wrapper has that of others
+            if owns_memory and storage_key(tensor) not in self._made:
                 self.memory.keep(tensor)
         given = memory_of((args, kwargs))
         result = self.run_op(func, args, kwargs)
