@@ -40,8 +40,7 @@ if _asked is not None:
 def show(text: str) -> None:
     """Log information that a user sees without asking, unless MEMPLAN_LOG, or the logger's own level, is above it."""
     if _asked is None and log.level <= logging.INFO:
-        record = log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None, extra={"shows": True})
-        log.handle(record)
+        log.handle(log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None, extra={"shows": True}))
     else:
         log.info(text)
 

@@ -152,12 +152,6 @@ def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer | None:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise Mistake("the model has nothing to train", "no parameter requires grad", "let some, or give --lora")
-    match name:
-        case "adamw":
-            return torch.optim.AdamW(parameters, fused=True)
-        case "sgd":
-            return torch.optim.SGD(parameters, fused=True)
-        case "adafactor":
-            return torch.optim.Adafactor(parameters)
-        case _:
-            return None
+    kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
+    fused = {} if name == "adafactor" else {"fused": True}
+    return kinds[name](parameters, **fused) if name in kinds else None

@@ -7,7 +7,7 @@ import importlib.metadata
 import itertools
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,10 @@ def add_doctor(commands: Commands) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> Outcome:
-    found = [*_versions(), *_devices(), *_kernels(), *_caches()]
+    import torch
+
+    devices = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    found = [*_versions(), *_devices(devices), *_kernels(devices), *_caches()]
     found += [Found("environment", n, v) for n, v in sorted(os.environ.items()) if n.startswith(_ENVIRONMENT)]
     lines, facts = list[str](), dict[str, dict[str, str]]()
     for group, ones in itertools.groupby(found, key=lambda one: one.group):
@@ -59,12 +62,12 @@ def _versions() -> Iterable[Found]:
             yield Found("versions", name, "not installed", f"pip install {name}" if name in _NEEDED else "")
 
 
-def _devices() -> Iterable[Found]:
+def _devices(names: Sequence[str]) -> Iterable[Found]:
     import torch
 
     from memplan.planning.automatic import automatic_bytes
 
-    for device in _names_of_devices():
+    for device in names:
         room = f"{format_bytes(automatic_bytes(torch.device(device)))} is the budget where none is given"
         name = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
         yield Found("devices", device, f"{name}; {room}")
@@ -72,13 +75,7 @@ def _devices() -> Iterable[Found]:
         yield Found("devices", "cuda", "PyTorch finds no GPU; `memplan plan --gpu NAME` plans for one")
 
 
-def _names_of_devices() -> list[str]:
-    import torch
-
-    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-
-
-def _kernels() -> Iterable[Found]:
+def _kernels(devices: Sequence[str]) -> Iterable[Found]:
     import torch
 
     from memplan import torch_private as private
@@ -88,7 +85,7 @@ def _kernels() -> Iterable[Found]:
     ready = sum(is_on_disk(kernel) for kernel in everything)
     remedy = "" if ready == len(everything) else "memplan warmup"
     yield Found("compilers", "solvers", f"{ready} of {len(everything)} are compiled", remedy)
-    for device in _names_of_devices():
+    for device in devices:
         missing = private.missing_compiler(torch.device(device))
         value = f"none: kernels='fused' needs {missing}" if missing else "kernels='fused' can be compiled"
         yield Found("compilers", f"fused, {device}", value, missing)
@@ -107,14 +104,13 @@ def _caches() -> Iterable[Found]:
         ("fused kernels", "TORCHINDUCTOR_CACHE_DIR", Path(private.inductor_cache_dir()), None),
     )
     for name, variable, place, files in places:
+        remedy = f"set {variable} to a folder that can be written"
         if place is None:
-            yield Found(
-                "caches", name, "there is no folder for them", f"set {variable} to a folder that can be written"
-            )
+            yield Found("caches", name, "there is no folder for them", remedy)
             continue
         listed = place.rglob("*") if files is None else files
         size_bytes = sum(file.stat().st_size for file in listed if file.is_file())
         there = next(folder for folder in (place, *place.parents) if folder.exists())  # in which it is or can be made
         writable = there.is_dir() and os.access(there, os.W_OK)
-        remedy = "" if writable else f"set {variable} to a folder that can be written"
-        yield Found("caches", name, f"{format_bytes(size_bytes)} in {place}{'' if writable else ', read-only'}", remedy)
+        value = f"{format_bytes(size_bytes)} in {place}{'' if writable else ', read-only'}"
+        yield Found("caches", name, value, "" if writable else remedy)

@@ -119,6 +119,9 @@ class SharedBackward:
                 news["order beside"] = f"through parameters beside it, and {_ORDER}"
             if surfaces and any(private.also_arrives_otherwise(step.runner.store[name]) for name in summed):
                 news["sums beside"] = f"through parameters beside it, and {_sums(summed)}"
+            store = step.runner.store
+            if surfaces and any(private.waits_for_others(store.parameter(name)) for name in store):
+                news["several"] = f"parameters with hooks of register_multi_grad_hook, {_SEVERAL}"
         else:
             if self._held:
                 news["order"] = f"others, and {_ORDER}"
@@ -130,6 +133,7 @@ class SharedBackward:
 _ORDER = (
     'adds to gradients that are there already in another order than eager does: last bits may differ. Say grads="edges"'
 )
+_SEVERAL = 'which see some gradients at a time and None for the others, several times a backward. Say grads="edges"'
 
 
 def _sums(names: Sequence[str]) -> str:

@@ -33,6 +33,13 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
     step(optimizer)
 
 
+def waits_for_others(tensor: torch.Tensor | None) -> bool:
+    """Whether a hook of `register_multi_grad_hook` is on a tensor, which may wait for gradients of other tensors."""
+    hooks = None if tensor is None else tensor._backward_hooks
+    homes = [getattr(hook, "__globals__", {}).get("__name__") for hook in hooks.values()] if hooks else []
+    return "torch.autograd.graph" in homes
+
+
 def foreign_hooks(table: dict[int, Any]) -> int:
     """Number of hooks in a module's table whose work is not part of a trace."""
     return sum(not _is_traced(hook) for hook in table.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -78,6 +79,28 @@ def test_every_hook_is_called_with_the_same_bits(put: Callable[[Any, Told], Any]
         del held
     assert results[0][0], "it was called"
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_that_wait_for_several_gradients_are_told_of(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Gradients that are handed over at different times are several backward passes to them."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))).train()
+    x, seen = torch.randn(64, 8), []
+    for grads in (None, "edges", "surface"):
+        each, told = copy.deepcopy(net), list[Any]()
+        if grads is not None:
+            memplan.apply(each, x, "min", costs="estimate", grads=grads)  # type: ignore[call-overload]
+        of = [each[0][0].weight, each[2][0].weight]  # type: ignore[index]
+        torch.autograd.graph.register_multi_grad_hook(of, told.append, mode=mode)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "memplan"):
+            each(x).pow(2).mean().backward()
+        seen.append(told)
+        messages = [r.getMessage() for r in caplog.records if "register_multi_grad_hook" in r.getMessage()]
+        assert len(messages) == (grads == "surface")
+    assert_same_bits(seen[0], seen[1])
+    assert len(seen[0]) == 1 and len(seen[2]) == 2
 
 
 def test_who_holds_an_accumulator_is_seen_and_who_held_it_is_not() -> None:

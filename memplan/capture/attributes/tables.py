@@ -26,7 +26,6 @@ from memplan.capture.attributes.named_table import NamedTable, slots_of
 Table = Mapping[str, Any]
 _T = TypeVar("_T")
 
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 OF_NO_PARTS = frozenset(PLAIN)  # the rows of a data set are many
 CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
