@@ -6,8 +6,10 @@ What such a call gives decides what follows, also where no op reads it: an argum
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -159,3 +161,104 @@ def test_a_compiled_function_that_is_compiled_again_in_training(budget: str) -> 
         for net in (plain, planned):
             net.middle.scale = scale  # type: ignore[union-attr]
         assert_same_bits(run_steps(plain, x[:rows], 2), run_steps(planned, x[:rows], 2))
+
+
+DRAWN: list[int] = []
+
+
+def _jittered(x: torch.Tensor) -> torch.Tensor:
+    return x * random.uniform(0, 2)
+
+
+class Rare(nn.Module):
+    """Draws numbers, or changes Python state, on a branch that the sample does not take."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(32, 256), nn.Linear(256, 32)
+        self.own, self.generator = random.Random(3), torch.Generator().manual_seed(1)
+        self.log, self.calls = list[int](), 0
+        nn.init.zeros_(self.first.weight)
+        nn.init.constant_(self.first.bias, -1)
+
+    def changed(self, h: torch.Tensor) -> torch.Tensor:
+        match self.kind:
+            case "random":
+                return _jittered(h)
+            case "numpy":
+                return h[:, torch.as_tensor(np.random.permutation(256))]
+            case "own generator":
+                return h * self.own.random()
+            case "own torch generator":
+                return h * torch.rand(256, generator=self.generator)
+            case "dropout":
+                return nn.functional.dropout(h, 0.5)
+            case "list":
+                self.log.append(1)
+                return h * len(self.log)
+            case "global":
+                DRAWN.append(1)
+                return h * len(DRAWN)
+            case _:
+                self.calls += 1
+                return h * self.calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        if h[0, 0].item() > 0.8:
+            h = self.changed(h)
+        return x + self.last(torch.tanh(h).square())  # type: ignore[no-any-return]
+
+    def state(self) -> Any:
+        return self.log, self.calls, self.own.getstate(), self.generator.get_state()
+
+
+def _block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+
+
+def _trained(kind: str, x: torch.Tensor, budget: Any) -> tuple[Any, Any]:
+    """Gradients of each step, None where it raised PlanMismatch; and the state that is left, generators included."""
+    torch.manual_seed(0)
+    random.seed(5)
+    np.random.seed(5)
+    DRAWN.clear()
+    net = nn.Sequential(_block(), Rare(kind), _block(), Rare(kind), _block(), nn.Linear(32, 8))
+    if budget is not None:
+        memplan.apply(net, x, budget, costs="estimate")
+    torch.manual_seed(7)
+    steps = []
+    for rare in ((), (1,), (), (1, 3)):
+        for place in (1, 3):
+            nn.init.constant_(net[place].first.bias, 1 if place in rare else -1)  # type: ignore[union-attr, arg-type]
+        net.zero_grad()
+        try:
+            net(x).square().mean().backward()
+        except memplan.PlanMismatch:
+            steps.append(None)
+        else:
+            steps.append([p.grad.clone() for p in net.parameters() if p.grad is not None])
+    left = [net[place].state() for place in (1, 3)]  # type: ignore[operator]
+    return steps, (left, len(DRAWN), random.random(), np.random.rand(), torch.rand(1))
+
+
+@pytest.mark.parametrize(
+    "kind", ["random", "numpy", "own generator", "own torch generator", "dropout", "list", "global", "calls"]
+)
+def test_a_second_run_does_not_draw_or_count_once_more(kind: str) -> None:
+    x = torch.randn(128, 32)
+    plain, (planned, state) = _trained(kind, x, None), _trained(kind, x, 0.75)
+    assert_same_bits(plain, (planned, state))
+    checkpointed, state = _trained(kind, x, "min")  # by PyTorch, whose second run can't be left out
+    loud = kind != "dropout"
+    assert [step is None for step in checkpointed] == [False, loud, False, loud]
+    assert_same_bits(
+        [s for s, c in zip(plain[0], checkpointed) if c is not None], [c for c in checkpointed if c is not None]
+    )
+    assert_same_bits(plain[1], state)
+
+
+def test_the_first_of_the_plans_above_runs_an_island_again() -> None:
+    net = nn.Sequential(_block(), Rare("list"), _block(), Rare("list"), _block(), nn.Linear(32, 8))
+    plan = memplan.plan(net, torch.randn(128, 32), 0.75, costs="estimate")
+    assert any(plan.problem.graph.ops[op].kind == "memplan.island" for op in plan.recomputed)

@@ -158,7 +158,8 @@ class AttributesKept:
             modules = model.named_modules()
             return [(name, kind, getattr(m, kind), dict(getattr(m, kind))) for name, m in modules for kind in kinds]
 
-        self._members, self._hooks = tables_of(*_MEMBERS), tables_of("_forward_hooks", "_forward_pre_hooks")
+        members = [kind for kind in _MEMBERS if kind not in ignored]
+        self._members, self._hooks = tables_of(*members), tables_of("_forward_hooks", "_forward_pre_hooks")
         self.added_hooks: tuple[AddedHook, ...] = ()
         self.set_anew: tuple[SetValue, ...] = ()
         self._counted: Callable[[], bool] = bool

@@ -60,7 +60,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, copied: list[bool], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(_copy_of(t) if c else t.view_as(t) for c, t in zip(copied, tensors, strict=True))
+        return tuple(copy_of(t) if c else t.view_as(t) for c, t in zip(copied, tensors, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
@@ -147,7 +147,7 @@ class Island(IslandCall):
         if saver.buffer is not None:
             self._check_uses(graph.uses, (1,) * len(graph.uses))
             results, graph.saved = [*results[:made], saver.buffer], tuple(saver.places)
-            self._tell_of(saver.beside_bytes)
+            self.tell_of(saver.beside_bytes)
         elif (facts.saved, facts.results, facts.uses) != (planned.saved, planned.results, planned.uses):
             results = self._with_others_saved(planned, facts, results, graph, saver)
         saver.let_go()
@@ -176,7 +176,7 @@ class Island(IslandCall):
             apart = place.source[0] == "result" and place.source[1] >= facts.made
             held.append(place if place.source in known else tensor if apart else tensor.clone())
         graph.saved = held
-        self._tell_of(sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) if self.looked_at else 0)
+        self.tell_of(sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) if self.looked_at else 0)
         return [*results[: facts.made], *(layout.empty(self.device) for layout in planned.results[facts.made :])]
 
     def _check_uses(self, uses: Sequence[int], planned: Sequence[int]) -> None:
@@ -185,7 +185,7 @@ class Island(IslandCall):
         if more or (uses != planned and not self.loose):
             raise self._other(f"{self.title} reads its arguments more often, or less often, than before")
 
-    def _tell_of(self, beside_bytes: int) -> None:
+    def tell_of(self, beside_bytes: int) -> None:
         if beside_bytes and not self._told:
             self._told.append(self.title)
             log.warning(
@@ -237,7 +237,7 @@ class Island(IslandCall):
             return unpacked[place] if isinstance(place, int) else place
 
         versions, copied = [t._version for t in tensors], {position for position, _ in self.in_place}
-        given = [_copy_of(t) if i in copied and not self.needs[i] else t for i, t in enumerate(tensors)]
+        given = [copy_of(t) if i in copied and not self.needs[i] else t for i, t in enumerate(tensors)]
         records = any(self.needs)
         with self.around(), saved_tensors_hooks(pack, unpack):
             if records:
@@ -323,7 +323,7 @@ class Island(IslandCall):
         elif facts != self.backward_facts:
             raise self._other_gradients("gradients")
         del at_once, found
-        results = [_copy_of(t) if private.is_held_elsewhere(t) else t for t in results]  # in a list, or a workspace
+        results = [copy_of(t) if private.is_held_elsewhere(t) else t for t in results]  # in a list, or a workspace
         return [*results, torch.zeros((), dtype=torch.int64, device="cpu")]
 
     def _apart(
@@ -377,7 +377,7 @@ class Island(IslandCall):
         return Refusal(message, None if self.at_numbers is None else OtherResults())
 
 
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return Layout.of(tensor).empty(tensor.device).copy_(tensor)
 
 

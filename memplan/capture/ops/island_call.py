@@ -243,7 +243,7 @@ class IslandCall:
     repeats: bool = True
     once: bool = False
     alike: bool = True
-    kept: Callable[[nn.Module], AbstractContextManager[Any]] = contextlib.nullcontext
+    kept: Callable[[nn.Module], Any] = contextlib.nullcontext  # `StateKept` of runtime/program
     writes: frozenset[int] = frozenset()
     in_place: tuple[tuple[int, int], ...] = ()
     loose: bool = False

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from memplan.capture.ops.island import Island
+from memplan.capture.ops.island import Island, copy_of
 from memplan.capture.ops.island_call import IslandCost
-from memplan.capture.ops.recorded_graph import graph_of
+from memplan.capture.ops.recorded_graph import graph_of, ticket_of
 
 _LIBRARY = torch.library.Library("memplan", "FRAGMENT")
 _LIBRARY.define("island(str name, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
@@ -48,12 +48,13 @@ class IslandKernel:
     """One of the two ops, to be called in a program.
 
     - forward: which.
-    - again: it has run in the step before.
+    - again: it has run in the step before. repeated: it runs more than once in the step.
     """
 
     island: Island
     forward: bool
     again: bool = False
+    repeated: bool = False
     __name__: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -61,12 +62,32 @@ class IslandKernel:
         object.__setattr__(self, "__name__", f"{kind}_{self.island.function}")
 
     def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
-        """Run it. store: knows the model that runs."""
+        """Run it. store: knows the model that runs.
+
+        What runs more than once has to do the same each time. Here another run would draw another number:
+
+            if h[0, 0].item() > 0.8:            # not so for the sample
+                h = h * random.uniform(0, 2)
+
+        So where the first run changes Python state, the others get copies of its results.
+        """
         island, is_sized = self.island, self.island.rules is not None
         if self.forward:
             tensors, sizes = args
-            island = island.at(island.numbers(tensors, sizes)) if is_sized else island
-            return island.forward(store.model, tensors, self.again)
+            if self.again and island.name in store.first_runs:
+                results, graph = store.first_runs[island.name]
+                return [*map(copy_of, results), ticket_of(graph)]
+            own = island.at(island.numbers(tensors, sizes)) if is_sized else island
+            if self.again or not self.repeated:
+                return own.forward(store.model, tensors, self.again)
+            state = store.states.get(island.name)
+            if state is None or not state.begins():
+                state = store.states[island.name] = island.kept(store.model)
+            results = own.forward(store.model, tensors)
+            if state.changed(island.random):
+                store.first_runs[island.name] = [*map(copy_of, results[:-1])], graph_of(results[-1])
+                island.tell_of(sum(t.nbytes for t in results))
+            return results
         grads, kept = args
         island = island.at(graph_of(kept[0]).numbers or ()) if is_sized else island
         results = island.backward(grads, kept, store.absent)

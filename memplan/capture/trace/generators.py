@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] =
 
     Raises a Refusal if Python's generators were drawn from. around: gives the calls in which.
     """
-    devices, before = [device] if device.type == "cuda" else [], python_generators()
+    devices = [device] if device.type == "cuda" else []
     with python_generators_kept():
+        random.random(), np.random.random()  # now they are where no seed puts them
+        before = python_generators()
         with torch.random.fork_rng(devices=devices):
             yield
         moved = python_generators() != before
@@ -87,3 +89,8 @@ def python_generators() -> tuple[Any, ...]:
     """The states of Python's and NumPy's own generators, to be compared."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), name, np.asarray(keys).tobytes(), rest
+
+
+def generator_states(own: Sequence[torch.Generator]) -> tuple[Any, ...]:
+    """The states of Python's generators, and of these."""
+    return (*(bytes(generator.get_state().numpy()) for generator in own), *python_generators())

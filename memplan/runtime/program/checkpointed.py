@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -18,13 +19,17 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memplan import torch_private as private
+from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, is_plain
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of
 from memplan.errors import PlanMismatch
+from memplan.runtime.program.state_kept import StateKept
 
 _IGNORED = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}  # attributes
+_EXCHANGED = ("_parameters", "_buffers", "_modules", "forward")  # while layers run, and must not be held
+States = weakref.WeakKeyDictionary[nn.Module, StateKept]
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -50,48 +55,64 @@ def checkpointing(model: nn.Module, layers: Collection[str], forward: Forward) -
     """The forward, with these layers of the model checkpointed. Without layers it is the forward itself."""
     if not layers:
         return forward
+    states = States()
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with layers_checkpointed(model, layers):
+        with layers_checkpointed(model, layers, states):
             return forward(*args, **kwargs)
 
     return run
 
 
-def layers_checkpointed(model: nn.Module, layers: Collection[str]) -> contextlib.AbstractContextManager[None]:
-    """A context in which the forwards of these modules are checkpointed. Hooks on them run once, as ever."""
+def layers_checkpointed(
+    model: nn.Module, layers: Collection[str], states: States
+) -> contextlib.AbstractContextManager[None]:
+    """A context in which the forwards of these modules are checkpointed. Hooks on them run once, as ever.
+
+    states: of the modules, as earlier runs have noted them.
+    """
     modules = [model.get_submodule(path) for path in layers]
-    return forwards_exchanged({m: functools.partial(_checkpointed, m, m.forward) for m in modules})
+    return forwards_exchanged({m: functools.partial(_checkpointed, m, m.forward, states) for m in modules})
 
 
-def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States, /, *args: Any, **kwargs: Any) -> Any:
     """What the forward of a module returns. Its second run has the parameters of the first.
 
     Where modules in it have hooks, which would run twice, it runs as it is. So it does where it is given an object, a
     cache for instance, in which a second run would find what the first has left.
 
-    Raises PlanMismatch in backward where modes or attributes of the module are no longer those of the first run.
+    Raises PlanMismatch in backward where modes or attributes of the module are no longer those of the first run, and
+    where that run has changed a buffer, Python state or a generator of its own: another would do so once more.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     arguments, names = Arguments.of(args, kwargs, state), list(state)
     objects, once = arguments.static[1:], any(private.is_hooked(m) for m in module.modules() if m is not module)
     if once or not torch.is_grad_enabled() or any(hasattr(a, "__dict__") and not callable(a) for a in objects):
         return forward(*args, **kwargs)
-    static, given, before = arguments.static, arguments.given, list[Any]()
+    static, given, before, changes = arguments.static, arguments.given, list[Any](), list[bool]()
 
     def run(*tensors: torch.Tensor) -> Any:
-        # Modes and plain attributes of the module and those in it, and which parameters get gradients.
+        # Modes and plain attributes of the module and those in it, which parameters get gradients, versions of buffers.
         tables = [vars(m) for m in module.modules()]
         attributes = [(k, v) for table in tables for k, v in table.items() if k not in _IGNORED and is_plain(v)]
-        before.append([*attributes, *(p.requires_grad for p in module.parameters())])
-        if before[0] != before[-1]:
+        versions = (b._version for b in module.buffers())
+        before.append([*attributes, *(p.requires_grad for p in module.parameters()), *versions])
+        if before[0] != before[-1] or any(changes):
             raise PlanMismatch(
-                f"modes or attributes of a {type(module).__name__} have changed since its forward, and it runs again "
-                "in backward. Change them after backward, or plan for a larger budget"
+                f"modes or attributes of a {type(module).__name__} have changed since its forward, or other state in "
+                "it, and it runs again in backward. Change them after backward, or plan for a larger budget"
             )
         own_args, own_kwargs = arguments_of(static, tensors)
         with in_place_of_state(module, dict(zip(names, tensors[given:], strict=True))):
-            return forward(*own_args, **own_kwargs)
+            if changes:
+                return forward(*own_args, **own_kwargs)
+            state = states.get(module)
+            if state is None or not state.begins():
+                now = AttributesKept(module, _EXCHANGED, run=forward)
+                state = states[module] = StateKept(now, module, torch.device("cpu"))
+            returned = forward(*own_args, **own_kwargs)
+            changes.append(state.changed(draws=True))
+            return returned
 
     return checkpoint(run, *arguments.tensors, use_reentrant=False)

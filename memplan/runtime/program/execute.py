@@ -166,6 +166,8 @@ class Runner:
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._plan.schedule, self.store, self.device)
         self.store.begin(self._constants[0])
+        first_runs: dict[str, Any] = {}
+        self.store.first_runs = first_runs
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
@@ -210,7 +212,7 @@ class Runner:
         start.read.extend([Watched.of(read, self._constants[1]), state, Watched(others, store=self.store)])
         decided = [outputs[i] for i in self._decisions]
         to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
-        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided)
+        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided, first_runs=first_runs)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
@@ -237,7 +239,7 @@ class Runner:
         if state.returned is not None:
             state.returned(self.outputs, tangents)
         self.store.begin(self._constants[0])
-        self.store.absent, self.store.routes = set(), self._routes
+        self.store.absent, self.store.routes, self.store.first_runs = set(), self._routes, state.first_runs
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
             self.store.look_for_hooks()
@@ -259,7 +261,7 @@ class Runner:
         for gradient in results:
             if gradient is not None:
                 self.store.transfers.arrived(gradient)
-        state.surfacing = False
+        state.surfacing, self.store.first_runs = False, {}
         self.store.end(state.way, self._constants[0])
         self._known_sizes.add(state.numbers)
         self.arrived = layouts_of(tangents)
@@ -290,6 +292,8 @@ class Runner:
     def keeps_from_repeating(self, state: InFlight) -> str | None:
         """What keeps a forward from running once more with the same results, in words; None for nothing."""
         start = state.start
+        if state.first_runs:
+            return f"{next(iter(state.first_runs))} has drawn random numbers in it, or changed Python state"
         if self.unlike:
             return f"{self.unlike[0]} would give, or leave, something else"
         if self._draws and start.generator is None:

@@ -134,6 +134,7 @@ class InFlight:
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
     - returned: checks how the outputs were used, where that has to be checked before backward.
+    - first_runs: of islands, by name, where these have changed Python state.
     - spent: what was saved is gone, so a backward has to run forward again.
     """
 
@@ -149,6 +150,7 @@ class InFlight:
     surfacing: bool = False
     autocast: Autocast | None = None
     returned: Callable[[Outputs, Collection[int]], None] | None = None
+    first_runs: dict[str, Any] = field(default_factory=dict)
     spent: bool = False
 
     def spend(self) -> None:

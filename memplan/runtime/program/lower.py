@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,6 +74,7 @@ class _Lowering(ProgramNodes):
         self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
         self.rng: dict[int, fx.Node] = {}
         self.ran: set[int] = set()
+        self.runs = Counter(step.op for step in schedule if isinstance(step, steps.Compute))
         self.outputs: list[fx.Node] = []
         self.host_memory = place_host_copies(self.graph, schedule)
         self.slab: fx.Node | None = None
@@ -154,7 +156,8 @@ class _Lowering(ProgramNodes):
         args, kwargs = self._arguments(index, given)
         again_as, target = None, kernel.target
         if isinstance(target, IslandKernel):
-            args, target = (self.side.store, *args), dataclasses.replace(target, again=again)
+            target = dataclasses.replace(target, again=again, repeated=self.runs[index] > 1)
+            args = (self.side.store, *args)
         if again and op.random:
             state = self.rng[index] = self.carry(self.rng[index])
             again_as, device = self._replaying(index)

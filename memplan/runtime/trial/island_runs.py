@@ -33,16 +33,17 @@ from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
-from memplan.capture.trace.generators import python_generators_kept, seed_all
+from memplan.capture.trace.generators import generator_states, python_generators_kept, seed_all
 from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, read_by, state_given
 from memplan.capture.trace.raw_trace import Autocast, in_modes, modes_at
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
-from memplan.runtime.program.checkpointed import layers_checkpointed
+from memplan.runtime.program.checkpointed import States, layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
+from memplan.runtime.program.state_kept import StateKept
 from memplan.runtime.trial.island_costs import measured_twice
 from memplan.runtime.trial.local_collectives import is_collective
-from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
+from memplan.runtime.trial.unplanned_peak import KnownGenerators
 from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.torch_private import pytree
 
@@ -163,14 +164,14 @@ class IslandRuns(private.RealOps):
         within = f"{path}."
         here = [p[len(within) :] for p in self._layers if f"{p}.".startswith(within)] if path == called else []
         there = {name for name, _ in module.named_modules()}
-        layers = [p for p in here if p in there]
+        layers, states = [p for p in here if p in there], States()
 
         def call(own: nn.Module | None, static: tuple[Any, ...], *given: torch.Tensor) -> Any:
             callee = module if own is None else own
             own_args, own_kwargs = arguments_of(static, given)
             before = pytree.tree_flatten((own_args, own_kwargs))
             state = dict(zip(names, given[count:], strict=True))
-            with in_place_of_state(callee, state), layers_checkpointed(callee, layers):
+            with in_place_of_state(callee, state), layers_checkpointed(callee, layers, states):
                 if named is None:
                     returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
                 else:
@@ -213,7 +214,7 @@ class IslandRuns(private.RealOps):
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, others_before = held_rng(self._device), generator_states(self._generators)
         modes, tensors = modes_at(self._device.type), arguments.tensors
-        autocast, grad_mode = modes
+        (autocast, grad_mode), device = modes, self._device
         buffers = frozenset(() if instance is None else map(id, instance.buffers()))
         island = Island(
             name=f"{name} {len(self._calls)}",
@@ -233,7 +234,7 @@ class IslandRuns(private.RealOps):
             modes=modes,
             attributes=lambda module: attributes_in_short(read_by(called, module)),
             like=None if instance is None else attributes_in_short(instance),
-            kept=functools.partial(_restored, kept),
+            kept=lambda model: StateKept(kept(model), model, device),
         )
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
         noted_before = Counter(self._noted)
@@ -406,13 +407,6 @@ def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Modu
     """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
     module = nn.Identity() if path is None else model.get_submodule(path)
     return AttributesKept(module, run=module.forward if run is None else run, given=given)
-
-
-def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> contextlib.ExitStack:
-    """A context that does so at its end, and can be dropped before it, which then puts nothing back."""
-    stack = contextlib.ExitStack()
-    stack.callback(kept(model).restore)
-    return stack
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
