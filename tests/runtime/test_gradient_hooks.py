@@ -127,6 +127,21 @@ def test_gradients_of_other_layouts_are_laid_out_as_autograd_does() -> None:
     assert_same_bits(net.weight.grad, planned.weight.grad)
 
 
+def test_gradients_of_another_dtype_than_their_parameter() -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this PyTorch has no grad_dtype")
+    net, x = network().to(torch.bfloat16), torch.randn(16, 8, dtype=torch.bfloat16)
+    for parameter in net[:2].parameters():  # type: ignore[index]
+        parameter.grad_dtype = torch.float32
+    planned = memplan.apply(copy.deepcopy(net), x, 1.0, costs="estimate")
+    for theirs, mine in zip(net.parameters(), planned.parameters(), strict=True):
+        mine.grad_dtype = theirs.grad_dtype
+    for each in (net, planned):
+        each(x).float().pow(2).mean().backward()
+    assert {p.grad.dtype for p in planned.parameters() if p.grad is not None} == {torch.float32, torch.bfloat16}
+    assert_same_bits([p.grad for p in net.parameters()], [p.grad for p in planned.parameters()])
+
+
 def test_only_the_thread_that_updates_waits_for_gradients_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
     finish = FakeStreams.finish

@@ -162,7 +162,7 @@ def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.shape == parameter.shape
         and gradient.stride() == parameter.stride()
-        and gradient.dtype is parameter.dtype
+        and gradient.dtype is getattr(parameter, "grad_dtype", parameter.dtype)  # which is None where any will do
         and gradient.device == parameter.device
         and parameter.is_contiguous()
     )
