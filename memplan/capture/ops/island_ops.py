@@ -62,15 +62,7 @@ class IslandKernel:
         object.__setattr__(self, "__name__", f"{kind}_{self.island.function}")
 
     def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
-        """Run it. store: knows the model that runs.
-
-        What runs more than once has to do the same each time. Here another run would draw another number:
-
-            if h[0, 0].item() > 0.8:            # not so for the sample
-                h = h * random.uniform(0, 2)
-
-        So where the first run changes Python state, the others get copies of its results.
-        """
+        """Run it. store: has the model, and what first runs gave that changed Python state: others would once more."""
         island, is_sized = self.island, self.island.rules is not None
         if self.forward:
             tensors, sizes = args

@@ -8,10 +8,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from memplan.errors import PlanMismatch
 from memplan.runtime.program.state_kept import StateKept
 
 _IGNORED = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}  # attributes
-_EXCHANGED = ("_parameters", "_buffers", "_modules", "forward")  # while layers run, and must not be held
 States = weakref.WeakKeyDictionary[nn.Module, StateKept]
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -65,9 +64,7 @@ def checkpointing(model: nn.Module, layers: Collection[str], forward: Forward) -
     return run
 
 
-def layers_checkpointed(
-    model: nn.Module, layers: Collection[str], states: States
-) -> contextlib.AbstractContextManager[None]:
+def layers_checkpointed(model: nn.Module, layers: Collection[str], states: States) -> AbstractContextManager[None]:
     """A context in which the forwards of these modules are checkpointed. Hooks on them run once, as ever.
 
     states: of the modules, as earlier runs have noted them.
@@ -109,7 +106,7 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
                 return forward(*own_args, **own_kwargs)
             state = states.get(module)
             if state is None or not state.begins():
-                now = AttributesKept(module, _EXCHANGED, run=forward)
+                now = AttributesKept(module, _IGNORED, run=forward)
                 state = states[module] = StateKept(now, module, torch.device("cpu"))
             returned = forward(*own_args, **own_kwargs)
             changes.append(state.changed(draws=True))

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.analysis.routes import routes_of_gradients
+from memplan.capture.analysis.gradients import routes_of_gradients
 from memplan.capture.capture import Capture
 from memplan.capture.key import switches_of_ops
 from memplan.capture.ops.island_ops import IslandKernel
@@ -166,8 +166,7 @@ class Runner:
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._plan.schedule, self.store, self.device)
         self.store.begin(self._constants[0])
-        first_runs: dict[str, Any] = {}
-        self.store.first_runs = first_runs
+        self.store.first_runs = {}
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
@@ -212,7 +211,7 @@ class Runner:
         start.read.extend([Watched.of(read, self._constants[1]), state, Watched(others, store=self.store)])
         decided = [outputs[i] for i in self._decisions]
         to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
-        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided, first_runs=first_runs)
+        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided, self.store.first_runs)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting

@@ -130,11 +130,11 @@ class InFlight:
     - way: `Shards.way` when forward ran.
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on. They stay until then, as the plan says.
+    - first_runs: of islands, by name, where these have changed Python state.
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
     - returned: checks how the outputs were used, where that has to be checked before backward.
-    - first_runs: of islands, by name, where these have changed Python state.
     - spent: what was saved is gone, so a backward has to run forward again.
     """
 
@@ -146,11 +146,11 @@ class InFlight:
     way: Any = None
     numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
+    first_runs: dict[str, Any] = field(default_factory=dict)
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
     returned: Callable[[Outputs, Collection[int]], None] | None = None
-    first_runs: dict[str, Any] = field(default_factory=dict)
     spent: bool = False
 
     def spend(self) -> None:
