@@ -17,15 +17,7 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
-from memplan.capture.ops.sizes import (
-    FROM_DATA,
-    Dimension,
-    Expression,
-    Varying,
-    number_read,
-    put,
-    symbols_in,
-)
+from memplan.capture.ops.sizes import FROM_DATA, Dimension, Expression, Varying, number_read, put, symbols_in
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Guard, line_of_place
 from memplan.errors import UnsupportedModel

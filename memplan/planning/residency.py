@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from memplan.planning.homes import Movable
-from memplan.problem.addresses import host_bytes_beside
 from memplan.problem.data import Problem
+from memplan.problem.packing import host_bytes_beside
 from memplan.solvers import Front
 from memplan.solvers.bounds.offload_bound import residency_bound_s
 from memplan.solvers.offload.fit_copies import Offloaded, least_bytes, solve_offload

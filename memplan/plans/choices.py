@@ -1,14 +1,18 @@
 """Tensors that forward makes and backward reads: what is done with each, why, and what the other way would cost.
 
+Layers that repeat are the columns of one table, their tensors its rows. What is in no such layer has one of its own.
+
 The figures are of one tensor by itself: its bytes, the seconds of the one op that makes it. Other tensors may have to
 stay, or to be made again, with it.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from memplan.plans.labels import in_groups, joined
 from memplan.plans.step_memory import Lifetime, StepMemory
@@ -18,6 +22,7 @@ from memplan.units import format_bytes, format_seconds
 
 _Number = TypeVar("_Number", int, float)
 TensorDecision = Literal["keep", "recompute", "offload"]
+_LAYER = re.compile(r"(?P<stack>(?:[^.: ]+\.)*?)(?P<number>\d+)(?=[.:]|$)\.?(?P<rest>.*)")
 _HELD = "it is an output, which the caller holds"
 _BARRED = "its op writes to what outlives the step, or may give other bits"
 
@@ -113,3 +118,53 @@ def _span(numbers: Sequence[_Number], text: Callable[[_Number], str]) -> str:
     """The least and the most of some numbers."""
     low, high = text(min(numbers)), text(max(numbers))
     return low if low == high else f"{low} to {high}"
+
+
+class MapRow(NamedTuple):
+    """One tensor in each of the layers.
+
+    cells: the layer's column, what is done there, the bytes, and why, with what the other way would cost.
+    """
+
+    label: str
+    tensor: str
+    cells: list[tuple[int, TensorDecision, int, str]]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(size_bytes for _, _, size_bytes, _ in self.cells)
+
+
+class LayerTable(NamedTuple):
+    """Layers that are alike. title: "layers.*", or "" for what is in none; columns: their numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[MapRow]
+
+
+def layer_tables(memory: StepMemory) -> tuple[LayerTable, ...]:
+    """Tensors that forward makes for backward, and parameters that live elsewhere; the largest table first."""
+    homes = {"host": "lives on the host, and is fetched to be read", "sharded": "sharded, and gathered to be read"}
+    tensors: list[tuple[str, str, TensorDecision, int, str]] = [
+        *((c.label, c.tensor, c.decision, c.size_bytes, reason_of((c,))) for c in choices_of(memory)),
+        *(
+            (f"{v.name}: parameter", v.tensor, "offload", v.size_bytes, homes[v.home])
+            for v in memory.problem.graph.values
+            if v.fetched
+        ),
+    ]
+    columns: dict[str, dict[str, int]] = defaultdict(dict)  # by table, then by number of a layer
+    rows: dict[str, dict[tuple[str, str, int], MapRow]] = defaultdict(dict)
+    seen: Counter[tuple[str, str, str]] = Counter()  # of several alike in one layer the first, the second, ... are rows
+    for label, tensor, decision, size_bytes, reason in tensors:
+        stack = number = ""
+        if match := _LAYER.match(label):
+            stack, number, label = f"{match['stack']}*", match["number"], match["rest"].strip().removeprefix(": ")
+        seen[stack, number, label] += 1
+        which, column = seen[stack, number, label], columns[stack].setdefault(number, len(columns[stack]))
+        new = MapRow(label if which == 1 else f"{label} ({which})", tensor, [])
+        rows[stack].setdefault((label, tensor, which), new).cells.append((column, decision, size_bytes, reason))
+    tables = [LayerTable(stack, tuple(columns[stack]), list(rows[stack].values())) for stack in rows]
+    return tuple(sorted(tables, key=lambda table: -sum(row.size_bytes for row in table.rows)))

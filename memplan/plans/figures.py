@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from memplan.problem.addresses import host_bytes_beside, place_host_copies
 from memplan.problem.data import Problem
+from memplan.problem.packing import host_bytes_beside, place_host_copies
 from memplan.problem.reserved import reserved_bytes, steering_of
 from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
 from memplan.problem.simulate import unplanned

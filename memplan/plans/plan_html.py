@@ -13,9 +13,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+from memplan.plans.choices import layer_tables
 from memplan.plans.figures import PlanFigures
 from memplan.plans.labels import in_groups, joined, named, op_label
-from memplan.plans.layer_map import layer_tables
 from memplan.plans.plan_text import report_text, summary
 from memplan.plans.step_memory import KINDS, StepMemory, planned_memory, unplanned_memory
 from memplan.problem.lanes import spans_of

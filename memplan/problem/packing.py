@@ -23,7 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memplan.jit import kernel
+from memplan.problem.data import Graph, Problem
+from memplan.problem.schedule import DropHost, Offload, Schedule
 
+_ALIGNMENT_BYTES = 512  # of host memory
 _CLOSE = 0.008  # of the bound: what is not worth a search
 _LASTING = (0.8, 0.9, 0.96)  # first fit places the longest lives first: all beyond this quantile
 _LOWERED = (0.3, 0.3, 0.2, 0.2, 0.1, 0.1)  # of what is above the bound, by one search: less after each failure
@@ -215,3 +218,55 @@ def eject(
         _insert(by_top, placed, tops, block)
         placed += 1
     return offsets
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Where in the slab each offloaded value goes.
+
+    - offsets: for the step of each `Offload`, by its index in the schedule.
+    - size_bytes: of the slab.
+    """
+
+    offsets: dict[int, int]
+    size_bytes: int
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the slab takes."""
+        return pinned_bytes(self.size_bytes)
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """What a block of pinned host memory of this size takes."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes > 0 else 0
+
+
+def host_bytes_beside(problem: Problem) -> int:
+    """Host memory that the step needs beside the slab.
+
+    It is for parameters that live there, their gradients and the declared optimizer's state, which is not pinned.
+    """
+    values = problem.graph.values
+    parameters = sum(pinned_bytes(v.size_bytes) for v in values if v.resident and v.home == "host" and v.reuses is None)
+    gradients = sum(pinned_bytes(v.size_bytes) for v in values if v.role == "gradient" and v.home == "host")
+    gradients *= 2 if problem.accumulate else 1  # the earlier ones are still there when the new ones arrive
+    return parameters + gradients + problem.extra_host_bytes
+
+
+def place_host_copies(graph: Graph, schedule: Schedule) -> HostMemory:
+    """Addresses of everything that the schedule offloads; gradients have memory of their own.
+
+    PyTorch's allocator of pinned memory rounds each block up to a power of two. So it does with the slab, and with each
+    parameter that lives on the host and its gradient; a host budget counts what is taken.
+    """
+    blocks: list[LiveRange] = []
+    began: dict[int, int] = {}
+    for index, step in enumerate(schedule):
+        if isinstance(step, Offload) and graph.values[step.value].home == "device":
+            began[step.value] = index
+        elif isinstance(step, DropHost):
+            size_bytes = -(-graph.values[step.value].size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            blocks.append(LiveRange(size_bytes, began.pop(step.value), index))
+    packing = pack_slab(blocks, pinned_bytes(most_alive(blocks)))  # the slab is rounded up to a power of two
+    return HostMemory({b.first: at for b, at in zip(blocks, packing.offsets, strict=True)}, packing.size_bytes)

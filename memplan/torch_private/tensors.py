@@ -131,9 +131,7 @@ def _grouped_products_of_any_dtype() -> contextlib.AbstractContextManager[None]:
 
 
 _OPS = torch.library.Library("memplan", "DEF")
-
 _OPS.define("sum_of_weights(Tensor weight, Tensor target, int ignore_index) -> Tensor")
-
 
 # The sum of the weights of all targets that are not ignored. It is one op in a trace, because what it holds in between
 # has a shape that depends on data.

@@ -24,8 +24,8 @@ from memplan.config import Config
 from memplan.errors import IllegalSchedule
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import residency
-from memplan.problem.addresses import pinned_bytes, place_host_copies
 from memplan.problem.data import Graph, Link, Problem, Value
+from memplan.problem.packing import pinned_bytes, place_host_copies
 from memplan.problem.schedule import (
     Boundary,
     Compute,

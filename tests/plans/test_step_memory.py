@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-from memplan.plans.choices import choices_of, reason_of
-from memplan.plans.layer_map import layer_tables
+from memplan.plans.choices import choices_of, layer_tables, reason_of
 from memplan.plans.step_memory import StepMemory, planned_memory, step_memory, unplanned_memory
 from memplan.problem.data import Problem
 from memplan.problem.lanes import spans_of

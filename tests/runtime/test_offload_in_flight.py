@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
-from memplan.problem.addresses import place_host_copies
 from memplan.problem.data import Link, Problem
+from memplan.problem.packing import place_host_copies
 from memplan.problem.schedule import Boundary, Drop, Offload, Wait
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine

@@ -16,9 +16,8 @@ from memplan.problem.schedule import BOUNDARY, Boundary, Compute, Drop, Schedule
 from memplan.problem.simulate import simulate
 from memplan.solvers import textbook
 from memplan.solvers.chain.expand import baselines
-from memplan.solvers.offload.checkpointed_units import unit_order
 from memplan.solvers.offload.fit_copies import solve_offload
-from memplan.solvers.offload.overlap import overlapped
+from memplan.solvers.offload.overlap import overlapped, unit_order
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import replay
 from memplan.solvers.orders.sketch import keep_all

@@ -26,7 +26,7 @@ import torch
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
-from memplan.problem.addresses import pinned_bytes
+from memplan.problem.packing import pinned_bytes
 from memplan.runtime.host.streams import Direction, Streams, bytes_within, streams_for
 
 _SAMPLES = 64  # words of a parameter that are compared

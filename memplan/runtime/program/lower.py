@@ -24,7 +24,7 @@ from memplan.capture.ops.layout import tensors_of
 from memplan.capture.ops.sizes import Expression, expressions_in, put
 from memplan.capture.trace.escapes import without_collections
 from memplan.problem import schedule as steps
-from memplan.problem.addresses import place_host_copies
+from memplan.problem.packing import place_host_copies
 from memplan.problem.schedule import Schedule
 from memplan.problem.steering import Steering
 from memplan.runtime.host import transfers
@@ -156,8 +156,8 @@ class _Lowering(ProgramNodes):
         args, kwargs = self._arguments(index, given)
         again_as, target = None, kernel.target
         if isinstance(target, IslandKernel):
-            target = dataclasses.replace(target, again=again, repeated=self.runs[index] > 1)
             args = (self.side.store, *args)
+            target = dataclasses.replace(target, again=again, repeated=self.runs[index] > 1)
         if again and op.random:
             state = self.rng[index] = self.carry(self.rng[index])
             again_as, device = self._replaying(index)

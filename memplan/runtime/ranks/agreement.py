@@ -48,7 +48,6 @@ _T = TypeVar("_T")
 # Of planning: others answer in the agreement alone, so whoever waits for them elsewhere waits in vain.
 _LONGEST_WAIT_S = 20
 
-
 Share = Callable[..., tuple[bytes, list[bytes]]]  # `_PlanningRound.share`
 
 

@@ -1,4 +1,4 @@
-"""What one run of the forward or backward of an island takes: time, memory while it runs, and memory left behind."""
+"""What one run of an island takes and leaves: time, memory while it runs, memory left behind, arguments written to."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.attributes.kept_memory import has_memory
 from memplan.capture.ops.island_call import IslandCost
+from memplan.capture.ops.layout import same_bits, storage_key
 from memplan.runtime.watch.meter import LiveMeter
 
 
@@ -39,3 +42,34 @@ def measured_twice(
         torch.cuda.synchronize(device)
     time_s = time.perf_counter() - begin
     return results, IslandCost(time_s, max(0, peak_bytes - made_bytes)), left_bytes
+
+
+class WrittenArguments:
+    """Compares the arguments of a call with what they were. The copies lie in the CPU's memory, so none is on a GPU."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], given: int) -> None:
+        """Note what is there. tensors: the first `given` are arguments, each once."""
+        self._all, self._tensors = tensors, tensors[:given]
+        self._versions = [t._version for t in self._tensors]
+        self._copies = [t.detach().to("cpu", copy=True) if has_memory(t) else None for t in self._tensors]
+
+    def unseen(self) -> frozenset[int]:
+        """Positions of arguments that have other contents, and autograd does not know of it."""
+        known = enumerate(zip(self._tensors, self._versions, self._copies, strict=True))
+        unseen = ((i, t, copy) for i, (t, v, copy) in known if t._version == v and copy is not None)
+        return frozenset(i for i, t, copy in unseen if not same_bits(t.cpu(), copy))
+
+    def returned(self, outputs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """(argument, output) where the call writes to an argument, and returns it: see `Island.in_place`.
+
+        Arguments in whose memory other tensors lie, that are given or returned, are not among them.
+        """
+        changed = [i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
+        there = [t for t in (*self._all, *outputs) if isinstance(t, torch.Tensor) and has_memory(t)]
+        keys = [storage_key(t) for t in there]
+        return tuple(
+            (i, place)
+            for i in changed
+            for place, output in enumerate(outputs)
+            if output is self._tensors[i] and keys.count(storage_key(output)) == 2
+        )

@@ -41,10 +41,9 @@ from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import States, layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.program.state_kept import StateKept
-from memplan.runtime.trial.island_costs import measured_twice
+from memplan.runtime.trial.island_costs import WrittenArguments, measured_twice
 from memplan.runtime.trial.local_collectives import is_collective
 from memplan.runtime.trial.unplanned_peak import KnownGenerators
-from memplan.runtime.trial.written_arguments import WrittenArguments
 from memplan.torch_private import pytree
 
 _RUNS = 12  # of a call that draws random numbers, to see how much it saves

@@ -34,13 +34,12 @@ from itertools import pairwise
 import numpy as np
 
 from memplan.problem import schedule as steps
-from memplan.problem.addresses import pinned_bytes, place_host_copies
 from memplan.problem.data import Problem
+from memplan.problem.packing import pinned_bytes, place_host_copies
 from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of, update_positions
 from memplan.solvers.front.front import Candidate
-from memplan.solvers.offload.checkpointed_units import unit_order
 from memplan.solvers.offload.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
-from memplan.solvers.offload.overlap import overlapped
+from memplan.solvers.offload.overlap import overlapped, unit_order
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down

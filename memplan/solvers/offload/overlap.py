@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memplan.problem.data import Op, Problem
+from memplan.problem import schedule as steps
+from memplan.problem.data import Graph, Op, Problem
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Step, SurfaceGrads, Timeline, Wait
 from memplan.problem.simulate import simulate
-from memplan.solvers.orders.flat import Floats, Ints
+from memplan.solvers.orders.flat import Flat, Floats, Ints
+from memplan.solvers.orders.replay import prune
 
 _AHEAD = (64, 4)  # gathers that may have started and are not waited for
 _LONGEST = 64  # ops of a head or a tail
@@ -388,3 +390,40 @@ class _Overlap:
             if position not in gone:
                 steps.append(step)
         return (*steps, *before[self.end])
+
+
+def unit_order(graph: Graph, flat: Flat) -> Ints:
+    """The order in which units of sharded parameters run again before their backward, as FSDP2 does with checkpoints.
+
+        gather 1, layer 1, gather 2, layer 2, head | head', gather 2, layer 2, layer 2', gather 1, layer 1, layer 1'
+
+    Ops marked ' are those of backward. Other searches add up the seconds of ops and of the network. Where both run at
+    the same time this order, and those with fewer repeated runs, may take less. A unit around others, as the root is,
+    runs once. The order may not be legal: where a unit writes to buffers, what it reads is gone.
+    """
+    order = [*range(graph.boundary), steps.BOUNDARY]
+    again = _again(graph)
+    for index in range(graph.boundary, len(graph.ops)):
+        order += [i for i in again[index] if flat.arrays.rerunnable[i]]
+        order.append(index)
+    return prune(flat.arrays, np.array(order, dtype=np.int64))
+
+
+def _again(graph: Graph) -> dict[int, list[int]]:
+    """Forward ops of units, by the op of backward before which they run again."""
+    forward, backward = range(graph.boundary), range(graph.boundary, len(graph.ops))
+    paths = {graph.ops[i].layer for i in forward if graph.ops[i].is_asynchronous}  # of modules that are units
+    units: dict[str, list[int]] = defaultdict(list)
+    for index in forward:
+        around = [path for path in paths if not path or f"{graph.ops[index].layer}.".startswith(f"{path}.")]
+        if around:
+            units[max(around, key=len)].append(index)
+    again: dict[int, list[int]] = defaultdict(list)
+    for unit in units.values():
+        members = set(unit)
+        read_outside = {v for i in forward if i not in members for v in graph.ops[i].inputs}
+        inner = {v for i in unit for v in graph.ops[i].outputs} - read_outside
+        first = next((i for i in backward if not inner.isdisjoint(graph.ops[i].inputs)), None)
+        if first is not None and not any(unit[0] < other[0] < unit[-1] for other in units.values()):
+            again[first] += unit
+    return again
