@@ -42,8 +42,5 @@ def format_bytes(size_bytes: float) -> str:
 
 def format_seconds(time_s: float) -> str:
     """0.0123 -> '12.3 ms'."""
-    if time_s >= 1:
-        return f"{time_s:.3g} s"
-    if time_s >= 1e-3:
-        return f"{time_s * 1e3:.3g} ms"
-    return f"{time_s * 1e6:.3g} us"
+    scale, unit = (1, "s") if time_s >= 1 else (1e3, "ms") if time_s >= 1e-3 else (1e6, "us")
+    return f"{time_s * scale:.3g} {unit}"

@@ -1,7 +1,5 @@
 """Tensors that forward makes and backward reads: what is done with each, why, and what the other way would cost.
 
-Layers that repeat are the columns of one table, their tensors its rows. What is in no such layer has one of its own.
-
 The figures are of one tensor by itself: its bytes, the seconds of the one op that makes it. Other tensors may have to
 stay, or to be made again, with it.
 """
@@ -137,7 +135,7 @@ class MapRow(NamedTuple):
 
 
 class LayerTable(NamedTuple):
-    """Layers that are alike. title: "layers.*", or "" for what is in none; columns: their numbers."""
+    """Layers that repeat, and the tensors in them. title: "layers.*", or "" for what is in none; columns: numbers."""
 
     title: str
     columns: tuple[str, ...]

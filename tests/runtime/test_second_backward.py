@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import logging
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -268,3 +270,28 @@ def test_a_plain_backward_saves_nothing_for_others() -> None:
     state = loss.grad_fn.state
     loss.backward(retain_graph=True)
     assert state.saved == [], "a backward that keeps the graph frees as it goes, too"
+
+
+class Draws(nn.Module):
+    """Draws from Python's generator where its bias is large, and that is not so on the sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        nn.init.constant_(self.linear.bias, -9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return h * random.uniform(0, 2) if h[0, 0].item() > 0 else h
+
+
+def test_an_island_that_has_drawn_does_not_run_again() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), Draws(), nn.Linear(8, 8)).train()
+    x = torch.randn(4, 8)
+    memplan.apply(net, x, 1.0, costs="estimate")
+    for bias in (-9, 9):
+        nn.init.constant_(net[1].linear.bias, bias)  # type: ignore[union-attr, arg-type]
+        loss = net(x).pow(2).mean()
+        loss.backward(retain_graph=True)
+        with contextlib.nullcontext() if bias < 0 else pytest.raises(RuntimeError, match="has drawn random numbers"):
+            loss.backward()

@@ -24,6 +24,7 @@ from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
+from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
@@ -181,6 +182,7 @@ class Runner:
         start = ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         arguments = [self.store, program.sizes_at(numbers), *(inputs[i] for i in program.forward_inputs)]
+        drawn = python_generators() if self._has_islands and not self._once else ()
         in_arena: _Context = contextlib.nullcontext()
         if self._steering is not None:
             steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
@@ -195,6 +197,8 @@ class Runner:
                 self._go_back(start)
                 python_state.close()
             raise
+        if drawn and python_generators() != drawn:  # once more they would draw other numbers
+            self.store.first_runs["an island"] = None
         python_state.pop_all()
         self.store.transfers.forward_reads_done()
         count = len(self.outputs.names)
@@ -278,6 +282,8 @@ class Runner:
                 self.store.surface(names, gradients)
             state.surfacing = self._adds
             state.surfaced.update(names)
+            if self.store.updates is None and self.store.hooked(names):
+                state.parameters.check(done=state.surfaced)
 
     # -- running a forward again ------------------------------------------------------------------------------------
 

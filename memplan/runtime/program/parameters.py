@@ -122,6 +122,10 @@ class ParameterStore:
             alone = private.without_accumulators([*empty.values()])
             self._direct = {n: p for (n, p), is_alone in zip(empty.items(), alone, strict=True) if is_alone}
 
+    def hooked(self, names: Iterable[str]) -> bool:
+        """Whether any of these parameters has hooks."""
+        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in map(self.parameter, names))
+
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Put gradients into `.grad`, in this order, so that every kind of hook runs.
 
