@@ -23,7 +23,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, memory_of, written_by
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
-from memplan.capture.attributes.tables import attributes_in_short, held_in, is_plain
+from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attributes_in_short, held_in, is_plain
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
@@ -195,7 +195,7 @@ class IslandRuns(private.RealOps):
         arguments: Arguments,
         call: Callable[..., Any],
         run: Callable[[], Any],
-        kept: Callable[[nn.Module], AttributesKept],
+        kept: Callable[..., AttributesKept],
         repeats: bool,
         instance: nn.Module | None = None,
     ) -> Any:
@@ -233,7 +233,7 @@ class IslandRuns(private.RealOps):
             modes=modes,
             attributes=lambda module: attributes_in_short(read_by(called, module)),
             like=None if instance is None else attributes_in_short(instance),
-            kept=lambda model: StateKept(kept(model), model, device),
+            kept=lambda model: StateKept(kept(model, *CHECKED_ELSEWHERE), model, device),
         )
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
         noted_before = Counter(self._noted)
@@ -402,10 +402,10 @@ class IslandRuns(private.RealOps):
             island.give_room(int(_MARGIN * most_bytes))
 
 
-def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:
+def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module, *ignored: str) -> AttributesKept:
     """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
     module = nn.Identity() if path is None else model.get_submodule(path)
-    return AttributesKept(module, run=module.forward if run is None else run, given=given)
+    return AttributesKept(module, ignored, run=module.forward if run is None else run, given=given)
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
