@@ -41,9 +41,7 @@ def add_step_options(command: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=count, help="examples in a batch (1)")
     step.add_argument("--length", type=count, help="tokens of each (1024, or all positions where they are fewer)")
     step.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and inputs (bfloat16)")
-    step.add_argument(
-        "--lora", type=count, nargs="?", const=16, metavar="RANK", help="train adapters alone (of rank 16)"
-    )
+    step.add_argument("--lora", type=count, nargs="?", const=16, metavar="RANK", help="train adapters alone (rank 16)")
     optimizers = ("adamw", "sgd", "adafactor", "none")
     step.add_argument("--optimizer", choices=optimizers, default="adamw", help="whose state is counted (adamw)")
     step.add_argument("--kernels", choices=("eager", "fused"), default="eager", help="see docs/fused.md (eager)")

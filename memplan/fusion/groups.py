@@ -14,15 +14,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from memplan.fusion.step_graph import (
-    StepGraph,
-    base_of,
-    bases_read,
-    bytes_of_node,
-    node_kind,
-    place_of_node,
-    readers_of,
-)
+from memplan.fusion.step_graph import StepGraph, base_of, bases_read, node_bytes, node_kind, place_of_node, readers_of
 from memplan.problem.data import Phase
 
 REACH = 3  # ops that are not fused and may lie between members of a group
@@ -119,7 +111,7 @@ class Grouper:
             self._join(other, node)
         self._of_op[op].append(node)
         for base in bases_read(node):
-            if node_kind(base) != "source" and 2 * bytes_of_node(base) >= bytes_of_node(node):
+            if node_kind(base) != "source" and 2 * node_bytes(base) >= node_bytes(node):
                 for other in self._readers[base]:
                     self._join(other, node)
                 self._readers[base].append(node)
@@ -164,12 +156,12 @@ class Grouper:
         for base in bases_read(node):
             if base in inside:
                 outside = {reader for reader in readers_of(base) if reader not in inside}
-                freed_bytes += bytes_of_node(base) if outside == {node} else 0
+                freed_bytes += node_bytes(base) if outside == {node} else 0
             elif node_kind(base) != "source":
                 made_by = base.all_input_nodes[0] if node_kind(base) == "result" else base
                 if self._externs_before.get(made_by, 0) > last:
                     return False
-        return freed_bytes >= bytes_of_node(node)
+        return freed_bytes >= node_bytes(node)
 
     def _leads(self, a: int, b: int) -> bool:
         """Whether a way through a third group leads from one to the other."""
@@ -251,7 +243,7 @@ def donate(step: StepGraph, units: Sequence[Unit]) -> None:
             continue
         unit.over = {}
         for o, output in enumerate(unit.outputs):
-            if output in kept or bytes_of_node(output) < _LEAST_BYTES:
+            if output in kept or node_bytes(output) < _LEAST_BYTES:
                 continue
             for i, given in enumerate(unit.inputs):
                 if i not in unit.over.values() and _fits(given, output) and is_free(given, unit, position):
@@ -262,5 +254,5 @@ def donate(step: StepGraph, units: Sequence[Unit]) -> None:
 def _fits(given: fx.Node, output: fx.Node) -> bool:
     a: torch.Tensor = given.meta["val"]
     b: torch.Tensor = output.meta["val"]
-    whole = a.untyped_storage().nbytes() == bytes_of_node(given) and a.is_contiguous() and b.is_contiguous()
+    whole = a.untyped_storage().nbytes() == node_bytes(given) and a.is_contiguous() and b.is_contiguous()
     return whole and a.dtype == b.dtype and a.numel() == b.numel()

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from memplan.fusion.groups import FusedGroup, Unit
-from memplan.fusion.step_graph import StepGraph, base_of, bases_read, bytes_of_node, node_kind, place_of_node
+from memplan.fusion.step_graph import StepGraph, base_of, bases_read, node_bytes, node_kind, place_of_node
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -53,7 +53,7 @@ def _cut(
     overwritten: Set[fx.Node],
 ) -> tuple[list[fx.Node], set[fx.Node]]:
     """What one backward group makes again, and which values of forward it then reads."""
-    largest = max((bytes_of_node(n) for n in group.nodes), default=0)
+    largest = max((node_bytes(n) for n in group.nodes), default=0)
 
     def weight(node: fx.Node) -> float:
         if node in overwritten:
@@ -61,14 +61,14 @@ def _cut(
         if node_kind(node) == "source":
             return 0
         only_to_be_saved = node_kind(node) == "computed" and not made_anyway[node]
-        size = bytes_of_node(node) * (2 if only_to_be_saved else 1)
+        size = node_bytes(node) * (2 if only_to_be_saved else 1)
         return max(1, size // (8 if node in read_anyway else 1))
 
     def can_make(node: fx.Node) -> bool:
         if node not in forward or node.target in _NEVER or not isinstance(node.meta["val"], torch.Tensor):
             return False
         pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CHEAP
-        return pointwise and bytes_of_node(node) * _SMALL >= largest
+        return pointwise and node_bytes(node) * _SMALL >= largest
 
     network, seen = nx.DiGraph(), dict[fx.Node, None]()
     stack = reads = [b for b in group.read() if b in forward]

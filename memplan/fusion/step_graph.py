@@ -59,7 +59,7 @@ def place_of_node(node: fx.Node) -> NodePlace:
     return place
 
 
-def bytes_of_node(node: fx.Node) -> int:
+def node_bytes(node: fx.Node) -> int:
     """Bytes of the elements of its tensor; 0 where it has several."""
     tensor = node.meta["val"]
     return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0

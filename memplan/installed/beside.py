@@ -133,7 +133,7 @@ class SharedBackward:
 _ORDER = (
     'adds to gradients that are there already in another order than eager does: last bits may differ. Say grads="edges"'
 )
-_SEVERAL = 'which see some gradients at a time and None for the others, several times a backward. Say grads="edges"'
+_SEVERAL = 'which are called for each few gradients that the plan hands over. Say grads="edges"'
 
 
 def _sums(names: Sequence[str]) -> str:

@@ -33,10 +33,9 @@ from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
 from memplan.planning.unplanned_steps import UnplannedSteps
 from memplan.planning.without_search import WithoutSearch
-from memplan.plans.plan import Plan
+from memplan.plans.plan import Plan, first_difference, structure
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
-from memplan.problem.structure import first_difference, structure
 from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.lower import lower

@@ -9,12 +9,11 @@ from memplan.capture.capture import Capture
 from memplan.capture.trace.call import Call
 from memplan.errors import IllegalSchedule
 from memplan.planning.problems import Problems
-from memplan.plans.plan import Plan
+from memplan.plans.plan import Plan, structure
 from memplan.plans.uneven import kind_of, translated
 from memplan.problem.data import Graph, Problem
 from memplan.problem.schedule import order_of
 from memplan.problem.simulate import simulate
-from memplan.problem.structure import structure
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.solvers import candidate, textbook
 from memplan.solvers.bounds.offload_bound import gather_bound_s

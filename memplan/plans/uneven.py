@@ -13,10 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+from memplan.plans.plan import structure
 from memplan.problem import schedule as steps
 from memplan.problem.data import Costs, Graph, Problem
 from memplan.problem.schedule import BOUNDARY, Schedule, order_of, schedule_of
-from memplan.problem.structure import structure
 
 
 def kind_of(graph: Graph) -> tuple[object, ...]:

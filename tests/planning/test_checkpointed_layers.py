@@ -84,6 +84,15 @@ class Hooked(Block):
         self.register_forward_hook(lambda module, args, output: module.log.append(float(output.detach().sum())))
 
 
+class Mapped(Block):
+    """Keeps a tensor in an attribute, as layers do that show what they attend to. Another run puts an equal one there."""
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        out = super().forward(x, scale=scale)
+        self.seen = out.detach().mean()
+        return out
+
+
 def logs(net: nn.Module) -> list[Any]:
     return [m.log for m in net.modules() if hasattr(m, "log")]
 
@@ -105,6 +114,8 @@ NETS = {
     "LayerDrop and a log": lambda: Net(Layers(drop=0.3), logs=True),
     "experts": lambda: Net(Layers(Routed)),
     "hooks": lambda: Net(Layers(Hooked)),
+    "tensors in attributes": lambda: Net(Layers(Mapped), logs=True),
+    "tensors in attributes of an island": lambda: Net(Layers(Mapped, drop=0.3)),
 }
 
 

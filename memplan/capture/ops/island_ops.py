@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memplan import torch_private as private
 from memplan.capture.ops.island import Island, copy_of
 from memplan.capture.ops.island_call import IslandCost
 from memplan.capture.ops.recorded_graph import graph_of, ticket_of
@@ -62,23 +63,26 @@ class IslandKernel:
         object.__setattr__(self, "__name__", f"{kind}_{self.island.function}")
 
     def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
-        """Run it. store: has the model, and what first runs gave that changed Python state: others would once more."""
+        """Run it. store: has the model, and how to repeat first runs that drew numbers or changed Python state."""
         island, is_sized = self.island, self.island.rules is not None
         if self.forward:
             tensors, sizes = args
-            if self.again and island.name in store.first_runs:
-                results, graph = store.first_runs[island.name]
-                return [*map(copy_of, results), ticket_of(graph)]
             own = island.at(island.numbers(tensors, sizes)) if is_sized else island
-            if self.again or not self.repeated:
-                return own.forward(store.model, tensors, self.again)
+            run = functools.partial(own.forward, store.model, tensors, self.again)
+            if self.again and island.name in store.first_runs:
+                return store.first_runs[island.name](run)  # type: ignore[no-any-return]
+            if self.again or not self.repeated or private.is_captured(island.device):
+                return run()
             state = store.states.get(island.name)
             if state is None or not state.begins():
                 state = store.states[island.name] = island.kept(store.model)
-            results = own.forward(store.model, tensors)
+            results = run()
             if state.changed(island.random):
-                store.first_runs[island.name] = [*map(copy_of, results[:-1])], graph_of(results[-1])
-                island.tell_of(sum(t.nbytes for t in results))
+                copies, graph = [*map(copy_of, results[:-1])], graph_of(results[-1])
+                store.first_runs[island.name] = lambda _: [*map(copy_of, copies), ticket_of(graph)]
+                island.tell_of(sum(t.nbytes for t in copies))
+            elif (replay := state.replay()) is not None:
+                store.first_runs[island.name] = replay
             return results
         grads, kept = args
         island = island.at(graph_of(kept[0]).numbers or ()) if is_sized else island

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 
 aten = torch.ops.aten
-
 _SEEDS = 256  # drawn at once: no model so far takes more
 
 
@@ -44,12 +43,22 @@ def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] =
 @contextlib.contextmanager
 def python_generators_kept() -> Iterator[None]:
     """A context that leaves Python's and NumPy's own generators as they are."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    put_back = python_generators_here()
     try:
         yield
     finally:
+        put_back()
+
+
+def python_generators_here() -> Callable[[], None]:
+    """What puts Python's and NumPy's own generators to where they are now."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+
+    def put() -> None:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+
+    return put
 
 
 @contextlib.contextmanager
@@ -93,11 +102,6 @@ def python_generators() -> tuple[Any, ...]:
     """The states of Python's and NumPy's own generators, to be compared."""
     name, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), name, np.asarray(keys).tobytes(), rest
-
-
-def generator_states(own: Sequence[torch.Generator]) -> tuple[Any, ...]:
-    """The states of Python's generators, and of these."""
-    return (*(bytes(generator.get_state().numpy()) for generator in own), *python_generators())
 
 
 class CountedRandom:

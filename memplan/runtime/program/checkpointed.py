@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
-from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, is_plain
+from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, held_in, is_plain
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of
@@ -28,7 +28,7 @@ from memplan.errors import PlanMismatch
 from memplan.runtime.program.state_kept import StateKept
 
 _IGNORED = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}  # attributes
-States = weakref.WeakKeyDictionary[nn.Module, StateKept]
+States = weakref.WeakKeyDictionary[nn.Module, tuple[StateKept, bool]]  # and whether the first call has changed it
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
@@ -80,36 +80,42 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
     cache for instance, in which a second run would find what the first has left.
 
     Raises PlanMismatch in backward where modes or attributes of the module are no longer those of the first run, and
-    where that run has changed a buffer, Python state or a generator of its own: another would do so once more.
+    where that run has changed a buffer or Python state, as earlier calls have not: another would do so once more.
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     arguments, names = Arguments.of(args, kwargs, state), list(state)
     objects, once = arguments.static[1:], any(private.is_hooked(m) for m in module.modules() if m is not module)
     if once or not torch.is_grad_enabled() or any(hasattr(a, "__dict__") and not callable(a) for a in objects):
         return forward(*args, **kwargs)
-    static, given, before, changes = arguments.static, arguments.given, list[Any](), list[bool]()
+    static, given, before = arguments.static, arguments.given, list[Any]()
+    replay: Callable[..., Any] | None = None
+    changes = False
 
     def run(*tensors: torch.Tensor) -> Any:
-        # Modes and plain attributes of the module and those in it, which parameters get gradients, versions of buffers.
+        nonlocal changes, replay
+        # Modes and plain attributes of the module and those in it, and which parameters get gradients.
         tables = [vars(m) for m in module.modules()]
         attributes = [(k, v) for table in tables for k, v in table.items() if k not in _IGNORED and is_plain(v)]
-        versions = (b._version for b in module.buffers())
-        before.append([*attributes, *(p.requires_grad for p in module.parameters()), *versions])
-        if before[0] != before[-1] or any(changes):
+        before.append([*attributes, *(p.requires_grad for p in module.parameters())])
+        if before[0] != before[-1] or changes:
             raise PlanMismatch(
                 f"modes or attributes of a {type(module).__name__} have changed since its forward, or other state in "
                 "it, and it runs again in backward. Change them after backward, or plan for a larger budget"
             )
         own_args, own_kwargs = arguments_of(static, tensors)
+        call = functools.partial(forward, *own_args, **own_kwargs)
         with in_place_of_state(module, dict(zip(names, tensors[given:], strict=True))):
-            if changes:
-                return forward(*own_args, **own_kwargs)
-            state = states.get(module)
+            if len(before) > 1:
+                return call() if replay is None else replay(call)
+            (state, usual), versions = states.get(module, (None, None)), [b._version for b in module.buffers()]
             if state is None or not state.begins():
                 now = AttributesKept(module, _IGNORED, run=forward)
-                state = states[module] = StateKept(now, module, torch.device("cpu"))
-            returned = forward(*own_args, **own_kwargs)
-            changes.append(state.changed(draws=True))
+                state = StateKept(now, held_in(module, torch.Generator), torch.device("cpu"))
+            returned = call()
+            replay = state.replay()
+            changed = state.changed(draws=True) or versions != [b._version for b in module.buffers()]
+            states[module] = state, changed if usual is None else usual
+            changes = changed and usual is False
             return returned
 
     return checkpoint(run, *arguments.tensors, use_reentrant=False)

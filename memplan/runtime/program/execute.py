@@ -24,7 +24,6 @@ from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
-from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
@@ -178,11 +177,10 @@ class Runner:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self.keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
-        draws = self._draws and not private.is_captured(self.device)
+        draws = (self._draws or self._has_islands) and not private.is_captured(self.device)
         start = ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         arguments = [self.store, program.sizes_at(numbers), *(inputs[i] for i in program.forward_inputs)]
-        drawn = python_generators() if self._has_islands and not self._once else ()
         in_arena: _Context = contextlib.nullcontext()
         if self._steering is not None:
             steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
@@ -197,8 +195,6 @@ class Runner:
                 self._go_back(start)
                 python_state.close()
             raise
-        if drawn and python_generators() != drawn:  # once more they would draw other numbers
-            self.store.first_runs["an island"] = None
         python_state.pop_all()
         self.store.transfers.forward_reads_done()
         count = len(self.outputs.names)
@@ -264,7 +260,8 @@ class Runner:
         for gradient in results:
             if gradient is not None:
                 self.store.transfers.arrived(gradient)
-        state.surfacing, self.store.first_runs = False, {}
+        state.surfacing = False
+        state.first_runs.clear()
         self.store.end(state.way, self._constants[0])
         self._known_sizes.add(state.numbers)
         self.arrived = layouts_of(tangents)
@@ -282,8 +279,6 @@ class Runner:
                 self.store.surface(names, gradients)
             state.surfacing = self._adds
             state.surfaced.update(names)
-            if self.store.updates is None and self.store.hooked(names):
-                state.parameters.check(done=state.surfaced)
 
     # -- running a forward again ------------------------------------------------------------------------------------
 
@@ -297,8 +292,6 @@ class Runner:
     def keeps_from_repeating(self, state: InFlight) -> str | None:
         """What keeps a forward from running once more with the same results, in words; None for nothing."""
         start = state.start
-        if state.first_runs:
-            return f"{next(iter(state.first_runs))} has drawn random numbers in it, or changed Python state"
         if self.unlike:
             return f"{self.unlike[0]} would give, or leave, something else"
         if self._draws and start.generator is None:

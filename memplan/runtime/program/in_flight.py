@@ -101,20 +101,20 @@ class Watched:
         now = zip(self._names, self._store.tensors(self._names), self._tensors, strict=True)
         return next((name for name, tensor, then in now if tensor is not then), None)
 
-    def modified(self, done: Collection[str] = ()) -> tuple[str, int, int] | None:
-        """(name, version, version when forward ended) of what was written to, or lies elsewhere, but for those done."""
+    def modified(self) -> tuple[str, int, int] | None:
+        """(name, version, version when forward ended) of a tensor that was written to, or lies elsewhere."""
         now = self._look()
         if now == self.then:
             return None
         columns = zip(self._names, now, self.then, strict=True)
-        return next(((n, looks[0], then[0]) for n, looks, then in columns if looks != then and n not in done), None)
+        return next((name, looks[0], then[0]) for name, looks, then in columns if looks != then)
 
-    def check(self, done: Collection[str] = ()) -> None:
-        """Raise RuntimeError where one was written to, as autograd does. done: those that backward needs no more."""
-        if (found := self.modified(done)) is not None:
+    def check(self) -> None:
+        """Raise RuntimeError where one was written to, as autograd does."""
+        if (found := self.modified()) is not None:
             raise RuntimeError(
-                f"{found[0]}, which backward needs, has been modified by an inplace operation since forward ended. It "
-                f'is at version {found[1]}, expected version {found[2]}. (A hook may do so with grads="edges")'
+                f"{found[0]}, which backward needs, has been modified by an inplace operation between forward and "
+                f"backward: it is at version {found[1]}, expected version {found[2]}"
             )
 
 

@@ -122,10 +122,6 @@ class ParameterStore:
             alone = private.without_accumulators([*empty.values()])
             self._direct = {n: p for (n, p), is_alone in zip(empty.items(), alone, strict=True) if is_alone}
 
-    def hooked(self, names: Iterable[str]) -> bool:
-        """Whether any of these parameters has hooks."""
-        return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in map(self.parameter, names))
-
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Put gradients into `.grad`, in this order, so that every kind of hook runs.
 
@@ -166,7 +162,7 @@ def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.shape == parameter.shape
         and gradient.stride() == parameter.stride()
-        and gradient.dtype is getattr(parameter, "grad_dtype", parameter.dtype)  # which is None where any will do
+        and gradient.dtype is getattr(parameter, "grad_dtype", parameter.dtype)  # or None
         and gradient.device == parameter.device
         and parameter.is_contiguous()
     )

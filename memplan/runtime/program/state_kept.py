@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from memplan.capture.attributes.attributes_kept import AttributesKept
-from memplan.capture.attributes.tables import held_in
-from memplan.capture.trace.generators import generator_states
+from memplan.capture.trace.generators import python_generators, python_generators_here, python_generators_kept
 from memplan.runtime.program.rng import held_rng
 
 
 class StateKept(contextlib.ExitStack):
-    """Puts Python state back when it ends. It can be dropped before, and puts nothing back then."""
+    """Says whether a call changes Python state. As a context it puts that back, unless it is dropped before."""
 
-    def __init__(self, attributes: AttributesKept, model: nn.Module, device: torch.device) -> None:
-        """attributes: what is put back. model: has the generators that count too. device: on which it draws."""
+    def __init__(self, attributes: AttributesKept, own: Sequence[torch.Generator], device: torch.device) -> None:
+        """own: generators other than PyTorch's default ones on the device, and Python's."""
         super().__init__()
-        self._attributes, self._generators, self._device = attributes, held_in(model, torch.Generator), device
-        self._drawn = self._draws()
+        self._attributes, self._own, self._device = attributes, own, device
+        self.begins()
         self.callback(attributes.restore)
 
-    def _draws(self) -> tuple[Any, Any]:
-        return generator_states(self._generators), held_rng(self._device)
+    def _drawn(self) -> tuple[Any, ...]:
+        return [bytes(g.get_state().numpy()) for g in self._own], held_rng(self._device), python_generators()
 
     def begins(self) -> bool:
         """Note where generators are, as the call begins. False where other state is no longer what was noted."""
-        self._drawn = self._draws()
+        self._then, self._put = self._drawn(), python_generators_here()
         return not self._attributes.changed()
 
     def changed(self, draws: bool) -> bool:
-        """Whether the call has changed anything. draws: other than PyTorch's generators, which it draws from."""
-        (others, own), (others_then, own_then) = self._draws(), self._drawn
-        return others != others_then or (own != own_then and not draws) or self._attributes.changed()
+        """Whether the call has changed state. draws: from PyTorch's default generators, which then do not count."""
+        own, default, _ = self._drawn()
+        return own != self._then[0] or (default != self._then[1] and not draws) or self._attributes.changed()
+
+    def replay(self) -> Callable[[Callable[[], Any]], Any] | None:
+        """What runs the call again with the same numbers of Python's generators; None where it has drawn none."""
+        put = self._put
+
+        def replayed(run: Callable[[], Any]) -> Any:
+            with python_generators_kept():
+                put()
+                return run()
+
+        return replayed if python_generators() != self._then[2] else None

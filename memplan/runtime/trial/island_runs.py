@@ -23,7 +23,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, memory_of, written_by
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
-from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attributes_in_short, held_in, is_plain
+from memplan.capture.attributes.tables import attributes_in_short, held_in, is_plain
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
@@ -33,7 +33,7 @@ from memplan.capture.ops.places import Layout, Place, Source
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
-from memplan.capture.trace.generators import generator_states, python_generators_kept, seed_all
+from memplan.capture.trace.generators import python_generators_kept, seed_all
 from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting, name_of, read_by, state_given
 from memplan.capture.trace.raw_trace import Autocast, in_modes, modes_at
 from memplan.capture.trace.source_lines import caller_line
@@ -43,7 +43,7 @@ from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.program.state_kept import StateKept
 from memplan.runtime.trial.island_costs import WrittenArguments, measured_twice
 from memplan.runtime.trial.local_collectives import is_collective
-from memplan.runtime.trial.unplanned_peak import KnownGenerators
+from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
 from memplan.torch_private import pytree
 
 _RUNS = 12  # of a call that draws random numbers, to see how much it saves
@@ -213,7 +213,7 @@ class IslandRuns(private.RealOps):
         owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
         before, others_before = held_rng(self._device), generator_states(self._generators)
         modes, tensors = modes_at(self._device.type), arguments.tensors
-        (autocast, grad_mode), device = modes, self._device
+        (autocast, grad_mode), device, generators = modes, self._device, self._generators
         buffers = frozenset(() if instance is None else map(id, instance.buffers()))
         island = Island(
             name=f"{name} {len(self._calls)}",
@@ -233,7 +233,7 @@ class IslandRuns(private.RealOps):
             modes=modes,
             attributes=lambda module: attributes_in_short(read_by(called, module)),
             like=None if instance is None else attributes_in_short(instance),
-            kept=lambda model: StateKept(kept(model, *CHECKED_ELSEWHERE), model, device),
+            kept=lambda model: StateKept(kept(model, "_parameters"), generators, device),
         )
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
         noted_before = Counter(self._noted)

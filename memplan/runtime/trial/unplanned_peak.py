@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehin
 from memplan.capture.attributes.tables import held_in, is_plain
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import Call, Forward, OutputTemplate, differentiated_outputs, shared_objects
-from memplan.capture.trace.generators import generator_states, seed_all
+from memplan.capture.trace.generators import python_generators, seed_all
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
 from memplan.runtime.trial.nothing_kept import OtherLeaves, nothing_kept
@@ -108,6 +108,11 @@ def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
 def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """The states of all generators that forward may draw from."""
     return (*generator_states(held_in(model, torch.Generator)), *map(str, held_rng(torch.device(call.device_type))))
+
+
+def generator_states(own: Sequence[torch.Generator]) -> tuple[Any, ...]:
+    """The states of Python's generators, and of these."""
+    return (*(bytes(generator.get_state().numpy()) for generator in own), *python_generators())
 
 
 def bits_of(thing: Any) -> tuple[Any, ...]:

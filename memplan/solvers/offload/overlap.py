@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memplan.problem import schedule as steps
+from memplan.problem import schedule as schedules
 from memplan.problem.data import Graph, Op, Problem
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Step, SurfaceGrads, Timeline, Wait
 from memplan.problem.simulate import simulate
@@ -401,7 +401,7 @@ def unit_order(graph: Graph, flat: Flat) -> Ints:
     the same time this order, and those with fewer repeated runs, may take less. A unit around others, as the root is,
     runs once. The order may not be legal: where a unit writes to buffers, what it reads is gone.
     """
-    order = [*range(graph.boundary), steps.BOUNDARY]
+    order = [*range(graph.boundary), schedules.BOUNDARY]
     again = _again(graph)
     for index in range(graph.boundary, len(graph.ops)):
         order += [i for i in again[index] if flat.arrays.rerunnable[i]]
