@@ -85,7 +85,7 @@ class Hooked(Block):
 
 
 class Mapped(Block):
-    """Keeps a tensor in an attribute, as layers do that show what they attend to. Another run puts an equal one there."""
+    """Keeps a tensor in an attribute, as layers do that show what they attend to. Another run sets an equal one."""
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         out = super().forward(x, scale=scale)
