@@ -1,4 +1,4 @@
-"""Blocks whose lifetimes are known, in one slab of memory: where each goes, so that the slab is small.
+"""Blocks whose lifetimes are known, in one slab, of a device or the host: where each goes, so that it is small.
 
     offset ^   lifetimes are half-open: a block that ends at 3 and one that begins at 3 may share bytes
            |  bbbb

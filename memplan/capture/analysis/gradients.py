@@ -1,4 +1,4 @@
-"""What autograd does with gradients beside computing them: hands them over, copies some, sums in place."""
+"""How gradients reach parameters: autograd hands them over, copies some, sums in place; some come by islands alone."""
 
 from __future__ import annotations
 

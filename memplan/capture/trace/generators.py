@@ -1,4 +1,4 @@
-"""Random numbers while a step is traced: generators are kept as they were, and forward may not seed them itself."""
+"""Random numbers while a step is traced: generators stay as they were, and dropout may become a function of seeds."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class StateKept(contextlib.ExitStack):
         return not self._attributes.changed()
 
     def changed(self, draws: bool) -> bool:
-        """Whether the call has changed state. draws: from PyTorch's default generators, which then do not count."""
+        """Whether the call has changed state. draws: it draws from PyTorch's default generators; they do not count."""
         own, default, _ = self._drawn()
         return own != self._then[0] or (default != self._then[1] and not draws) or self._attributes.changed()
 
