@@ -130,7 +130,7 @@ class InFlight:
     - way: `Shards.way` when forward ran.
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on. They stay until then, as the plan says.
-    - first_runs: of islands, by name, where these have changed Python state.
+    - first_runs: by name of an island, how it gives again what its first run gave.
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
