@@ -27,7 +27,9 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
+from memplan.problem.caching_allocator import Segment
 from memplan.problem.data import Costs, Problem, Requests
+from memplan.problem.reserved import STATE
 from memplan.runtime.program.sized_plan import SizedPlan
 
 
@@ -36,7 +38,7 @@ class Problems:
 
     def __init__(self, model: nn.Module, settings: Settings, limits: Limits, placement: Placement) -> None:
         self.model, self.settings, self.limits, self.placement = model, settings, limits, placement
-        self._before: tuple[bool, int] | None = None  # as in `Requests`, of the time before the first step
+        self._before: tuple[Segment, ...] | None = None  # as in `Requests`
 
     def problem(self, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
@@ -53,10 +55,11 @@ class Problems:
             in_flight=settings.in_flight, takes_gradients=settings.surroundings.takes_gradients and surface,
             knows_optimizer=settings.optimizer is not None,
         )  # fmt: skip
-        return self._with_needs(problem, traced, needs)
+        return self._with_needs(problem, captured, needs)
 
-    def _with_needs(self, problem: Problem, traced: Traced, needs: OptimizerMemory) -> Problem:
+    def _with_needs(self, problem: Problem, captured: Capture, needs: OptimizerMemory) -> Problem:
         """The problem with what an optimizer, an engine and libraries hold beside its graph."""
+        traced = captured.traced
         values, settings, in_flight = traced.graph.values, self.settings, self.settings.in_flight
         around = settings.surroundings
         output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
@@ -83,7 +86,7 @@ class Problems:
             held_bytes += sum(values[g].size_bytes for g in problem.graph.gradients if values[g].home == "device")
         return dataclasses.replace(
             problem, extra_resident_bytes=held_bytes, update_bytes=needs.step_bytes + later_bytes,
-            requests=self._requests(traced, needs),
+            requests=self._requests(captured, needs),
         )  # fmt: skip
 
     def _beyond_views(self, device: torch.device) -> int:
@@ -155,7 +158,7 @@ class Problems:
             graph, on_host = graph_with_homes(problem.graph, parts, names, lasting), self._host_state_bytes(names)
             here = self.optimizer(self._device(captured.traced), self._named(names))
             of_homes = dataclasses.replace(problem, graph=graph, extra_host_bytes=on_host)
-            of_homes = self._with_needs(of_homes, captured.traced, here)
+            of_homes = self._with_needs(of_homes, captured, here)
             return dataclasses.replace(of_homes, extra_resident_bytes=of_homes.extra_resident_bytes + more_bytes)
 
         return parts, problem_of
@@ -241,12 +244,26 @@ class Problems:
         """Bytes of each workspace that libraries hold beside the step."""
         return workspaces(traced, self.settings.costs == "measure", self.settings.capability)
 
-    def _requests(self, traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
+    def _requests(self, captured: Capture, optimizer: OptimizerMemory) -> Requests | None:
         """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
-        on_paper = self.settings.capability is not None
+        traced, on_paper = captured.traced, self.settings.capability is not None
         if not on_paper and (traced.device.type != "cuda" or not private.pytorch_allocates()):
             return None
         expandable = on_paper or private.segments_expand()
         if self._before is None:  # steps leave holes that they use again
-            self._before = (False, 0) if on_paper else private.reserved_before(traced.device)
-        return Requests(expandable, self._workspaces(traced), optimizer.requests, self.settings.arena, *self._before)
+            self._before = () if on_paper else self._segments(captured)
+        return Requests(expandable, self._workspaces(traced), optimizer.requests, self.settings.arena, self._before)
+
+    def _segments(self, captured: Capture) -> tuple[Segment, ...]:
+        """What the process has reserved on the device, and which values hold it. A block of several has no name."""
+        traced, inputs, holders = captured.traced, captured.call.tensors, dict[int, str]()  # the last by address
+        tensors = dict([*self.model.named_parameters(), *self.model.named_buffers(), *traced.constants.items()])
+        for index, nodes in traced.roots.items():
+            for source in (traced.residents[node] for node in nodes if node in traced.residents):
+                tensor = inputs[source.position] if source.kind == "input" else tensors.get(source.name)
+                if tensor is not None:
+                    holders[private.part_here(tensor).untyped_storage().data_ptr()] = traced.graph.values[index].name
+        for state in () if self.settings.optimizer is None else self.settings.optimizer.state.values():
+            found = [one for one in state.values() if isinstance(one, torch.Tensor)]
+            holders |= {one.untyped_storage().data_ptr(): STATE for one in found}
+        return tuple(Segment(*one) for one in private.reserved_before(traced.device, holders))

@@ -16,6 +16,7 @@ Left out: `record_stream`, private pools of CUDA graphs, and settings of the all
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -25,6 +26,22 @@ LARGE_SEGMENT_BYTES = 20 << 20  # large_segment_size
 MIN_OWN_SEGMENT_BYTES = 10 << 20  # kMinLargeAlloc: from here on a request has a segment of its own size
 ROUND_LARGE_BYTES = 2 << 20  # kRoundLarge
 _ADDRESS_SPACE_BYTES = 1 << 46  # of one expandable segment: more than any device has
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment of which something is held; of one that expands, a range of pages with memory behind them.
+
+    - stream: 0 is that of the steps.
+    - small: it is for small requests.
+    - blocks: bytes of each, whether it is held, and the name of what holds it.
+    """
+
+    address: int
+    stream: int
+    small: bool
+    expands: bool
+    blocks: tuple[tuple[int, bool, str], ...]
 
 
 @dataclass(eq=False, slots=True)
@@ -107,6 +124,43 @@ class CachingAllocator:
         """(bytes, address) of all free blocks, by stream and whether they are for small requests."""
         return {key: tuple(pool.free) for key, pool in self._pools.items()}
 
+    def restore(self, segments: Sequence[Segment]) -> dict[str, list[int]]:
+        """Begin with what a process has reserved. Gives addresses of blocks that are held, by the names of holders."""
+        found: dict[str, list[int]] = {}
+        ends: dict[tuple[int, bool], _Chunk] = {}  # of segments that expand
+        for segment in sorted(segments, key=lambda segment: segment.address):
+            key, address, before = (segment.stream, segment.small), segment.address, None
+            pool = self._pools.setdefault(key, _Pool(segment.small))
+            if segment.expands and (before := ends.get(key)) is not None:
+                end = before.address + before.size_bytes
+                before = self._append(before, _Chunk(end, address - end, pool, True, mapped=False))
+            for size_bytes, held, name in segment.blocks:
+                before = self._append(before, _Chunk(address, size_bytes, pool, segment.expands, not held))
+                if held:
+                    found.setdefault(name, []).append(address)
+                address += size_bytes
+            self._grow(address - segment.address)
+            self._end = max(self._end, address)
+            if segment.expands and before is not None:
+                ends[key] = before
+        for last in ends.values():
+            address = last.address + last.size_bytes
+            self._append(last, _Chunk(address, _ADDRESS_SPACE_BYTES, last.pool, True, mapped=False))
+            self._end = max(self._end, address + _ADDRESS_SPACE_BYTES)
+        return found
+
+    def _append(self, before: _Chunk | None, block: _Chunk) -> _Chunk:
+        """Enter a block that is made behind another one of its segment."""
+        block.before = before
+        if before is not None:
+            before.after = block
+        if block.free:
+            block.pool.put(block)
+        else:
+            self._held[block.address] = block
+            self.allocated_bytes += block.size_bytes
+        return block
+
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
         """The address of a new block; 0 for no bytes, and for a request that is refused. (`malloc`)
 
@@ -141,14 +195,6 @@ class CachingAllocator:
         block.free = True
         self._merge(block)
         block.pool.put(block)
-
-    def extend(self, size_bytes: int, stream: int) -> int:
-        """The address of a new segment of this size for large blocks, which does not expand. It is free."""
-        pool = self._pools.setdefault((stream, False), _Pool(small=False))
-        segment_bytes = _large_segment_bytes(size_bytes)
-        self._grow(segment_bytes)
-        pool.put(block := _Chunk(self._place(segment_bytes), segment_bytes, pool))
-        return block.address
 
     def empty_cache(self) -> None:
         """Give back segments of which nothing is held; of expandable ones, pages of which nothing is held.
@@ -217,12 +263,12 @@ class CachingAllocator:
 
     def _reserve(self, pool: _Pool, size: int) -> _Chunk | None:
         """A free block of new memory; None over the limit. (`alloc_block`)"""
-        segment_bytes = SMALL_SEGMENT_BYTES if pool.small else _large_segment_bytes(size)
-        if self._limit is not None and self.reserved_bytes + segment_bytes > self._limit:
+        new_bytes = SMALL_SEGMENT_BYTES if pool.small else segment_bytes(size)
+        if self._limit is not None and self.reserved_bytes + new_bytes > self._limit:
             return None
         if not self.expandable:
-            self._grow(segment_bytes)
-            return _Chunk(self._place(segment_bytes), segment_bytes, pool)
+            self._grow(new_bytes)
+            return _Chunk(self._place(new_bytes), new_bytes, pool)
         block = self._room(pool, size)  # pages are mapped where they are missing (`try_allocate_expandable_block`)
         if not block.mapped:
             block = self._map(block, size)
@@ -291,7 +337,7 @@ class CachingAllocator:
             pool.put(block)
 
 
-def _large_segment_bytes(size_bytes: int) -> int:
+def segment_bytes(size_bytes: int) -> int:
     """Bytes of a segment that is made for a large request of this size. (`get_allocation_size`)"""
     least_bytes = LARGE_SEGMENT_BYTES if size_bytes < MIN_OWN_SEGMENT_BYTES else size_bytes
     return -(-least_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES

@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from memplan.problem.caching_allocator import Segment
+
 Phase = Literal["forward", "backward"]
 Home = Literal["device", "host", "sharded"]
 Role = Literal["parameter", "buffer", "input", "constant", "tangent", "activation", "gradient"]
@@ -323,16 +325,14 @@ class Requests:
     - workspaces: bytes of each that libraries keep.
     - update: what the optimizer's first step asks for. What it does not free is state. Later steps ask for the rest.
     - arena: a step may have an arena, in which each block has a place that is planned.
-    - expanded_late: segments expand, and did not when parameters and inputs came.
-    - stranded_bytes: reserved then, and free between blocks that stay, so that nobody gives it back.
+    - before: segments that the process has when it plans its first step.
     """
 
     expandable: bool = False
     workspaces: tuple[int, ...] = ()
     update: Blocks = ()
     arena: bool = True
-    expanded_late: bool = False
-    stranded_bytes: int = 0
+    before: tuple[Segment, ...] = ()
 
     @property
     def state(self) -> dict[int, int]:

@@ -19,7 +19,7 @@ from memplan.problem.data import Effect, Graph, Problem
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
 _UNSOUND = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, EOFError)
-_NEWER = {"knows_optimizer", "tensor", "requests", "arena", "expanded_late", "stranded_bytes"}  # not in older files
+_NEWER = {"knows_optimizer", "tensor", "requests", "arena", "before"}  # not in older files
 _T = TypeVar("_T")
 _type_hints = functools.cache(get_type_hints)
 

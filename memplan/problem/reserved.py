@@ -9,14 +9,16 @@ optimizer makes its state.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
+from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, Segment, segment_bytes
 from memplan.problem.data import Graph, Problem, Requests
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
+STATE = "optimizer's state"  # what holds a block, where it is not a value
 _MOST_STEPS = 10
 _WORTH_IT = 0.99  # of what is reserved without an arena
 _ARENA = 1  # the stream that stands for it
@@ -25,9 +27,10 @@ _ARENA = 1  # the stream that stands for it
 def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:
     """The most that the allocator reserves in a training loop, in bytes.
 
-    The loop begins with parameters and inputs, and what the process had stranded before. Each step's inputs arrive
-    while those of the step before are there; gradients are freed at its end. Outputs go then, or all but the loss
-    before backward, as in `loss = model(**batch).loss`: whichever reserves more.
+    The loop begins with parameters and inputs, where the process has them, and with the holes between. What else the
+    process holds does not count. Each step's inputs arrive while those of the step before are there; gradients are
+    freed at its end. Outputs go then, or all but the loss before backward, as in `loss = model(**batch).loss`:
+    whichever reserves more.
 
     - expandable: the allocator's setting `expandable_segments`.
     - steering: of steps in an arena.
@@ -37,14 +40,14 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
         allocator = CachingAllocator(expandable)
         _Loop(problem, schedule, _Heap(allocator, steering), dropped).run(allocator)
         found.append(allocator.peak_reserved_bytes)
-    return max(found) + _stranded_bytes(problem, expandable)
+    return max(found) - _foreign_bytes(problem)
 
 
-def _stranded_bytes(problem: Problem, expandable: bool) -> int:
-    """What the process had stranded before the loop, beyond what is free where the replay begins."""
-    requests, allocator = problem.requests or Requests(), CachingAllocator(expandable)
-    _begin(problem, _Heap(allocator))
-    return max(0, requests.stranded_bytes - (allocator.reserved_bytes - allocator.allocated_bytes))
+def _foreign_bytes(problem: Problem) -> int:
+    """What the process holds on the device that is not the loop's."""
+    own = {STATE, *(value.name for value in problem.graph.values)}
+    blocks = itertools.chain(*(segment.blocks for segment in (problem.requests or Requests()).before))
+    return sum(size_bytes for size_bytes, held, name in blocks if held and name not in own)
 
 
 def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
@@ -59,7 +62,7 @@ def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_by
 
     Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
     """
-    allocator = CachingAllocator(expandable, limit_bytes - _stranded_bytes(problem, expandable))
+    allocator = CachingAllocator(expandable, limit_bytes + _foreign_bytes(problem))
     _Loop(problem, schedule, _Heap(allocator)).run(allocator)
     return not allocator.refused
 
@@ -121,19 +124,14 @@ class _Heap:
     """
 
     def __init__(self, allocator: CachingAllocator, steering: Steering | None = None) -> None:
-        self._allocator, self._steering, self._expandable = allocator, steering, allocator.expandable
+        self._allocator, self._steering, self.restore = allocator, steering, allocator.restore
         self._pool = self.peak_bytes = 0
         self._moves: Moves = {}
         if steering is not None:
-            allocator.extend(steering.arena_bytes + GUARD_BYTES, _ARENA)
-            start = allocator.allocate(steering.arena_bytes, _ARENA)
-            allocator.allocate(GUARD_BYTES, _ARENA)
-            allocator.free(start)
+            more = segment_bytes(steering.arena_bytes + GUARD_BYTES) - steering.arena_bytes - GUARD_BYTES
+            blocks = ((steering.arena_bytes, False, ""), (GUARD_BYTES, True, ""), *[(more, False, "")] * bool(more))
+            allocator.restore([Segment(GUARD_BYTES, _ARENA, False, False, blocks)])
         self._plugs: dict[int, int] = {}  # addresses by offset
-
-    def expand(self, wanted: bool) -> None:
-        """Whether new segments expand, if they ever do."""
-        self._allocator.expandable = wanted and self._expandable
 
     def begin(self, number: int) -> None:
         """A microbatch begins: the first since the optimizer's step, 0, or a further one."""
@@ -197,21 +195,23 @@ class _Trace(_Heap):
 
 
 def _begin(problem: Problem, allocator: _Heap) -> list[int]:
-    """Allocate what is there before a loop, as its process did. Gives the addresses of the sample's inputs."""
-    requests = problem.requests or Requests()
-    allocator.expand(not requests.expanded_late)
+    """What is there before a loop, as its process has it. Gives the addresses of the sample's inputs."""
+    requests, values = problem.requests or Requests(), problem.graph.values
+    there = allocator.restore(requests.before)
+    for value in values:
+        if value.home != "device":
+            for address in there.pop(value.name, ()):
+                allocator.free(address)
     for role in ("parameter", "buffer", "constant"):
-        _allocate(problem.graph, role, allocator)
+        _allocate(problem.graph, role, allocator, there)
     allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
-    inputs = _allocate(problem.graph, "input", allocator)
-    allocator.expand(True)
-    return inputs
+    return _allocate(problem.graph, "input", allocator, there)
 
 
-def _allocate(graph: Graph, role: str, allocator: _Heap) -> list[int]:
-    """Addresses of new blocks for the values of a role that are on the device when a step begins."""
+def _allocate(graph: Graph, role: str, allocator: _Heap, there: Mapping[str, list[int]]) -> list[int]:
+    """Addresses of blocks for the values of a role that are on the device when a step begins. New ones unless there."""
     values = [v for v in graph.values if v.role == role and v.home == "device" and v.reuses is None]
-    return [allocator.allocate(v.size_bytes) for v in values]
+    return [address for v in values for address in there.get(v.name) or [allocator.allocate(v.size_bytes)]]
 
 
 class _Loop:
@@ -231,7 +231,8 @@ class _Loop:
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
         requests = problem.requests or Requests()
-        self.update_requests, self.state = requests.update, requests.state
+        self.state, there = requests.state, any(b[2] == STATE for s in requests.before for b in s.blocks)
+        self.update_requests = [one for one in requests.update if one[0] >= 0 or not there]
         updated = Counter(v.size_bytes for v in self.graph.values if v.updates and v.home == "device")
         states = Counter(self.state.values())
         self.state_count = {size: states[size] // count for size, count in updated.items()}
@@ -297,7 +298,7 @@ class _Microbatch:
         self.allocator.begin(int(bool(loop.gradients)))
         for address in loop.returned:
             self.allocator.free(address)
-        self.inputs = _allocate(loop.graph, "input", self.allocator)
+        self.inputs = _allocate(loop.graph, "input", self.allocator, {})
         for address in loop.left:
             self.allocator.free(address)
         loop.returned, loop.left = [], []

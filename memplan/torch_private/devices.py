@@ -231,19 +231,27 @@ def _allocator_settings() -> str:
     return str(settings["PYTORCH_CUDA_ALLOC_CONF"])
 
 
-def reserved_before(device: torch.device) -> tuple[bool, int]:
-    """Of PyTorch's CUDA allocator: whether segments expand, and those of most blocks do not; bytes free between blocks.
+def reserved_before(device: torch.device, holders: dict[int, str]) -> list[tuple[Any, ...]]:
+    """Segments of PyTorch's CUDA allocator, as in `Segment`: of stream 0 on the current stream, and of 2 on others.
+
+    holders: names by the address of what they hold. A block of several has no name.
 
     Workspaces of cuBLAS, which come again, and cached memory go back. Memory pools of their own are left out.
     """
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     where = torch.cuda.current_device() if device.index is None else device.index, (0, 0)
-    segments = [s for s in torch.cuda.memory_snapshot() if (s["device"], tuple(s["segment_pool_id"])) == where]
-    fixed_bytes = sum(one["allocated_size"] for one in segments if not one["is_expandable"])
-    held_bytes = sum(one["allocated_size"] for one in segments)
-    late = segments_expand() and 2 * fixed_bytes > held_bytes
-    return late, sum(one["total_size"] for one in segments) - held_bytes
+    current, found = torch.cuda.current_stream(device).cuda_stream, []
+    for one in torch.cuda.memory_snapshot():
+        if (one["device"], tuple(one["segment_pool_id"])) == where:
+            blocks = []
+            for block in one["blocks"]:
+                start, size, state = block["address"], block["size"], block["state"]
+                names = {name for address, name in holders.items() if start <= address < start + size}
+                blocks.append((size, state != "inactive", names.pop() if len(names) == 1 else ""))
+            small, stream = one["segment_type"] == "small", 0 if one["stream"] == current else 2
+            found.append((one["address"], stream, small, one["is_expandable"], tuple(blocks)))
+    return found
 
 
 def pytorch_allocates() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memplan.problem.caching_allocator import CachingAllocator
+from memplan.problem.caching_allocator import CachingAllocator, Segment
 from tests.support.allocator_traces import FOLDER, KINDS, NEEDS_ALLOCATOR, Trace, first_difference, record_in_a_process
 
 MIB = 1 << 20
@@ -98,3 +98,48 @@ def test_no_two_blocks_overlap(expandable: bool, monkeypatch: pytest.MonkeyPatch
         allocator.free(address)
     allocator.empty_cache()
     assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+
+
+def segments_of(allocator: CachingAllocator, stream: int = 0) -> list[Segment]:
+    """What the allocator has reserved, as PyTorch describes it: each range of memory of a segment is one of its own."""
+    chunks = [*allocator._held.values(), *(chunk for pool in allocator._pools.values() for chunk in pool.at.values())]
+    found = []
+    for chunk in chunks:
+        if not chunk.mapped or (chunk.before is not None and chunk.before.mapped):
+            continue
+        blocks, one = [], chunk
+        while one is not None and one.mapped:
+            blocks.append((one.size_bytes, not one.free, "" if one.free else f"block {one.address}"))
+            one = one.after
+        found.append(Segment(chunk.address, stream, chunk.pool.small, chunk.expands, tuple(blocks)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("expandable", [False, True])
+def test_an_allocator_goes_on_from_what_a_process_has_reserved(expandable: bool, seed: int) -> None:
+    rng, allocator = random.Random(seed), CachingAllocator(expandable)
+    stay = [allocator.allocate(1000), allocator.allocate(3 * MIB)]  # where ranges begin that expand, nobody is told
+    held: list[int] = []
+
+    def goes_on(*allocators: CachingAllocator) -> bool:
+        """Make a random request of them all: whether they give it the same place."""
+        if held and rng.random() < 0.5:
+            address = held.pop(rng.randrange(len(held)))
+            for each in allocators:
+                each.free(address)
+            return True
+        size_bytes = rng.choice([1000, 300_000, 3 * MIB, 7 * MIB, 24 * MIB])
+        first, *others = (each.allocate(size_bytes) for each in allocators)
+        held.append(first)
+        return others == [first] * len(others)
+
+    assert all(goes_on(allocator) for _ in range(300))
+    allocator.empty_cache()
+    other = CachingAllocator(expandable)
+    found = other.restore(segments_of(allocator)[::-1])
+    assert found == {f"block {address}": [address] for address in (*stay, *held)}
+    assert other.reserved_bytes == allocator.reserved_bytes and other.allocated_bytes == allocator.allocated_bytes
+    other._end = allocator._end  # new segments may be anywhere
+    assert all(goes_on(allocator, other) for _ in range(300))
+    assert other.reserved_bytes == allocator.reserved_bytes and other.free_blocks == allocator.free_blocks

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from memplan.plans.plan import Plan
 from memplan.problem import reserved
-from memplan.problem.caching_allocator import CachingAllocator
+from memplan.problem.caching_allocator import CachingAllocator, Segment
 from memplan.problem.data import Costs, Graph, Op, Problem, Requests, Value
 from memplan.problem.reserved import reserved_bytes
 from memplan.problem.schedule import Boundary, Compute, Drop, Schedule, SurfaceGrads
@@ -145,27 +145,45 @@ def test_more_is_reserved_than_allocated(problem: Problem, expandable: bool, in_
     assert reserved_bytes(problem, schedule, expandable) >= simulate(problem, schedule).peak_bytes
 
 
-def test_what_the_process_had_stranded_before_comes_on_top() -> None:
-    problem, schedule = unplanned_step(in_units(unet_like(), 512))
-    allocator = CachingAllocator(True)
-    reserved._begin(problem, reserved._Heap(allocator))
-    free_bytes = allocator.reserved_bytes - allocator.allocated_bytes  # which each process has
-    before = [replace(problem, requests=Requests(stranded_bytes=free_bytes + more)) for more in (0, 30 * MIB)]
-    plain, same, more = (reserved_bytes(one, schedule, True) for one in (problem, *before))
-    assert plain == same == more - 30 * MIB
-    assert reserved.runs_within(before[0], schedule, True, plain)
-    assert not reserved.runs_within(before[1], schedule, True, simulate(problem, schedule).peak_bytes + 20 * MIB)
-
-
-def test_parameters_may_lie_in_segments_that_do_not_expand() -> None:
+def test_a_loop_begins_with_what_its_process_has_reserved() -> None:
     values = [Value("p", 12, "parameter", home="device"), Value("x", 3, "input", home="device"), Value("a", 15)]
     graph = Graph(tuple(values), (Op("f", "f", "forward", (0, 1), (2,)),), 1)
     problem = in_units(Problem(graph, Costs((1.0,), (0,))), MIB)
-    late = replace(problem, requests=Requests(expandable=True, expanded_late=True))
     schedule = (Compute(0), Drop(2), Boundary())
+
+    def foreseen(*blocks: tuple[int, bool, str], expandable: bool = True) -> int:
+        segment = Segment(1 << 40, 0, False, False, tuple((size * MIB, *of) for size, *of in blocks))
+        one = replace(problem, requests=Requests(expandable, before=(segment,)))
+        found = reserved_bytes(one, schedule, expandable)
+        assert reserved.runs_within(one, schedule, expandable, found)
+        assert not reserved.runs_within(one, schedule, expandable, found - 8 * MIB)
+        return found // MIB
+
     assert reserved_bytes(problem, schedule, True) == 40 * MIB  # in pages of 20: 12 and 3 and the next 3, and 15
-    assert reserved_bytes(late, schedule, True) == 12 * MIB + 20 * MIB + 20 * MIB  # the inputs leave no 15 in their 20
-    assert reserved_bytes(late, schedule, False) == reserved_bytes(problem, schedule, False)
+    p, x, other, free = (12, True, "p"), (3, True, "x"), (30, True, ""), (5, False, "")
+    assert foreseen(p, x, free) == 20 + 20  # the next inputs go where it is free, and the rest expands
+    assert foreseen(p, free, other) == 12 + 5 + 20  # both inputs there is no room for in the hole
+    assert foreseen(p, (16, False, ""), other, x) == 12 + 16 + 3 + 20  # the next inputs take of the hole for the 15
+
+
+def test_a_state_that_is_there_is_not_made_again() -> None:
+    problem, schedule = unplanned_step(in_units(unet_like(), MIB))
+    segment = Segment(1 << 40, 0, False, False, ((64 * MIB, True, reserved.STATE), (8 * MIB, True, "")))
+    there = Requests(update=((-1, 64 * MIB),))
+    made, known = (
+        replace(problem, extra_resident_bytes=64 * MIB, requests=one)
+        for one in (there, replace(there, before=(segment,)))
+    )
+    without = reserved_bytes(replace(problem, requests=Requests()), schedule, False)
+    assert reserved_bytes(known, schedule, False) == without + 64 * MIB >= reserved_bytes(made, schedule, False)
+
+
+def test_parameters_that_leave_the_device_leave_holes() -> None:
+    problem = in_units(Problem(Graph((Value("p", 12, "parameter", home="host"),), (), 0), Costs((), ())), MIB)
+    segment = Segment(1 << 40, 0, False, False, ((12 * MIB, True, "p"), (8 * MIB, True, "")))
+    one = replace(problem, requests=Requests(before=(segment,)))
+    assert reserved_bytes(one, (Boundary(),), True) == 12 * MIB
+    assert reserved_bytes(problem, (Boundary(),), True) == 0
 
 
 def test_an_optimizers_state_comes_after_backward_and_stays() -> None:
