@@ -25,6 +25,7 @@ STEPS = 10
 ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
 BUDGETS = ("plain", "0.7", "0.5", "min")
 LOOPS = ("AdamW", "no optimizer", "AdamW, two batches a step")  # the last two at the floor alone
+TRAINED = "AdamW, trained before"  # without a plan, so that memory lies in pieces when there is one
 Row = dict[str, Any]
 
 
@@ -33,10 +34,12 @@ def measure(name: str, budget: str, loop: str, arena: str) -> Row:
     import torch
 
     import memplan
-    from tests.cuda_twin.models import MODELS, loss_of
+    from tests.cuda_twin.models import MODELS, loss_of, train
 
     model, sample = MODELS[name]()
     optimizer = None if loop == "no optimizer" else torch.optim.AdamW(model.parameters(), fused=True)
+    if "trained" in loop:
+        train(model, sample, optimizer, 2)
     batches = 2 if "two batches" in loop else 1
     row: Row = {}
     if budget != "plain":

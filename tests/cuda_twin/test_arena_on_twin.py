@@ -15,7 +15,7 @@ from memplan.plans.plan import Plan
 from memplan.runtime.host.arena import StepArena
 from tests.cuda_twin import twin
 from tests.cuda_twin.models import gpt2, loss_of, train
-from tests.cuda_twin.table import ALLOCATORS, LOOPS, in_process
+from tests.cuda_twin.table import ALLOCATORS, LOOPS, TRAINED, in_process
 
 pytestmark = [pytest.mark.twin, pytest.mark.skipif(twin.missing() is not None, reason=str(twin.missing()))]
 
@@ -58,6 +58,13 @@ def test_the_allocator_reserves_what_was_predicted(name: str, loop: str, allocat
     for row, most in ((led, 1.01), (alone, 1.02)):
         assert row["reserved"] <= row["reserved_predicted"] <= most * row["reserved"]
     assert led["reserved"] < 0.97 * alone["reserved"]
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("name", ["t5", "resnet"])
+def test_holes_that_the_process_has_count(name: str, allocator: str, tmp_path: Path) -> None:
+    row = in_process([name, "min", TRAINED, "no"], str(tmp_path), allocator)
+    assert row["reserved"] <= row["reserved_predicted"] <= 1.02 * row["reserved"]
 
 
 def test_outputs_that_the_caller_keeps_are_not_in_the_arena() -> None:
