@@ -256,14 +256,16 @@ class Problems:
 
     def _segments(self, captured: Capture) -> tuple[Segment, ...]:
         """What the process has reserved on the device, and which values hold it. A block of several has no name."""
-        traced, inputs, holders = captured.traced, captured.call.tensors, dict[int, str]()  # the last by address
+        traced, inputs, optimizer = captured.traced, captured.call.tensors, self.settings.optimizer
+        values, residents = traced.graph.values, traced.residents
         tensors = dict([*self.model.named_parameters(), *self.model.named_buffers(), *traced.constants.items()])
-        for index, nodes in traced.roots.items():
-            for source in (traced.residents[node] for node in nodes if node in traced.residents):
-                tensor = inputs[source.position] if source.kind == "input" else tensors.get(source.name)
-                if tensor is not None:
-                    holders[private.part_here(tensor).untyped_storage().data_ptr()] = traced.graph.values[index].name
-        for state in () if self.settings.optimizer is None else self.settings.optimizer.state.values():
-            found = [one for one in state.values() if isinstance(one, torch.Tensor)]
-            holders |= {one.untyped_storage().data_ptr(): STATE for one in found}
+        found = [
+            (inputs[source.position] if source.kind == "input" else tensors.get(source.name), values[v].name)
+            for v, nodes in traced.roots.items()
+            for source in (residents[node] for node in nodes if node in residents)
+        ]
+        states = () if optimizer is None else optimizer.state.values()
+        found += [(state, STATE) for of_one in states for state in of_one.values() if isinstance(state, torch.Tensor)]
+        dense = [(tensor, name) for tensor, name in found if tensor is not None and tensor.layout is torch.strided]
+        holders = {private.part_here(tensor).data_ptr(): name for tensor, name in dense}
         return tuple(Segment(*one) for one in private.reserved_before(traced.device, holders))
