@@ -71,6 +71,7 @@ def measure(name: str, budget: str, loop: str, arena: str) -> Row:
     except torch.OutOfMemoryError as error:
         row["error"] = str(error).partition(".")[0]
     row["allocated"], row["reserved"] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    row["planned again"] = budget != "plain" and memplan.plan_of(model) is not plan
     return row
 
 

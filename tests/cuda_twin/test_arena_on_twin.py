@@ -56,6 +56,7 @@ def test_the_allocator_reserves_what_was_predicted(name: str, loop: str, allocat
     led, alone = (in_process([name, "min", loop, arena], str(tmp_path), allocator) for arena in ("yes", "no"))
     assert led["arena"] and not alone["arena"]
     for row, most in ((led, 1.01), (alone, 1.02)):
+        assert not row["planned again"]
         assert row["reserved"] <= row["reserved_predicted"] <= most * row["reserved"]
     assert led["reserved"] < 0.97 * alone["reserved"]
 
