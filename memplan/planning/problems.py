@@ -29,7 +29,7 @@ from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.caching_allocator import Segment
 from memplan.problem.data import Costs, Problem, Requests
-from memplan.problem.reserved import STATE
+from memplan.problem.reserved import STATE, holder_of
 from memplan.runtime.program.sized_plan import SizedPlan
 
 
@@ -260,7 +260,7 @@ class Problems:
         values, residents = traced.graph.values, traced.residents
         tensors = dict([*self.model.named_parameters(), *self.model.named_buffers(), *traced.constants.items()])
         found = [
-            (inputs[source.position] if source.kind == "input" else tensors.get(source.name), values[v].name)
+            (inputs[source.position] if source.kind == "input" else tensors.get(source.name), holder_of(values[v]))
             for v, nodes in traced.roots.items()
             for source in (residents[node] for node in nodes if node in residents)
         ]

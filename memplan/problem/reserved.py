@@ -2,8 +2,8 @@
 
 Budgets and peaks count allocated bytes. What a device runs out of is reserved bytes: allocated ones, what rounding
 adds, and holes between blocks that no request fits. Where the holes are depends on all requests before. So a whole
-training loop is replayed: parameters, workspaces of libraries, then up to ten steps, in the first of which the
-optimizer makes its state.
+training loop is replayed: what the process has reserved when the model is planned, or new parameters, workspaces of
+libraries, then up to ten steps, in the first of which the optimizer makes its state.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, Segment, segment_bytes
-from memplan.problem.data import Graph, Problem, Requests
+from memplan.problem.data import Graph, Problem, Requests, Value
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
@@ -43,9 +43,14 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steer
     return max(found) - _foreign_bytes(problem)
 
 
+def holder_of(value: Value) -> str:
+    """What a value that is there before a step is called where it holds a block."""
+    return f"{value.role} {value.name}"
+
+
 def _foreign_bytes(problem: Problem) -> int:
     """What the process holds on the device that is not the loop's."""
-    own = {STATE, *(value.name for value in problem.graph.values)}
+    own = {STATE, *map(holder_of, problem.graph.values)}
     blocks = itertools.chain(*(segment.blocks for segment in (problem.requests or Requests()).before))
     return sum(size_bytes for size_bytes, held, name in blocks if held and name not in own)
 
@@ -200,7 +205,7 @@ def _begin(problem: Problem, allocator: _Heap) -> list[int]:
     there = allocator.restore(requests.before)
     for value in values:
         if value.home != "device":
-            for address in there.pop(value.name, ()):
+            for address in there.pop(holder_of(value), ()):
                 allocator.free(address)
     for role in ("parameter", "buffer", "constant"):
         _allocate(problem.graph, role, allocator, there)
@@ -211,7 +216,7 @@ def _begin(problem: Problem, allocator: _Heap) -> list[int]:
 def _allocate(graph: Graph, role: str, allocator: _Heap, there: Mapping[str, list[int]]) -> list[int]:
     """Addresses of blocks for the values of a role that are on the device when a step begins. New ones unless there."""
     values = [v for v in graph.values if v.role == role and v.home == "device" and v.reuses is None]
-    return [address for v in values for address in there.get(v.name) or [allocator.allocate(v.size_bytes)]]
+    return [address for v in values for address in there.get(holder_of(v)) or [allocator.allocate(v.size_bytes)]]
 
 
 class _Loop:

@@ -9,6 +9,7 @@ import re
 import sys
 import tempfile
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
@@ -241,14 +242,15 @@ def reserved_before(device: torch.device, holders: dict[int, str]) -> list[tuple
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     where = torch.cuda.current_device() if device.index is None else device.index, (0, 0)
-    current, found = torch.cuda.current_stream(device).cuda_stream, []
+    current, addresses, found = torch.cuda.current_stream(device).cuda_stream, sorted(holders), []
     for one in torch.cuda.memory_snapshot():
         if (one["device"], tuple(one["segment_pool_id"])) == where:
             blocks = []
             for block in one["blocks"]:
-                start, size, state = block["address"], block["size"], block["state"]
-                names = {name for address, name in holders.items() if start <= address < start + size}
-                blocks.append((size, state != "inactive", names.pop() if len(names) == 1 else ""))
+                start, size = block["address"], block["size"]
+                first, end = bisect_left(addresses, start), bisect_left(addresses, start + size)
+                names = {holders[address] for address in addresses[first:end]}
+                blocks.append((size, block["state"] != "inactive", names.pop() if len(names) == 1 else ""))
             small, stream = one["segment_type"] == "small", 0 if one["stream"] == current else 2
             found.append((one["address"], stream, small, one["is_expandable"], tuple(blocks)))
     return found

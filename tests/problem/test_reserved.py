@@ -146,7 +146,7 @@ def test_more_is_reserved_than_allocated(problem: Problem, expandable: bool, in_
 
 
 def test_a_loop_begins_with_what_its_process_has_reserved() -> None:
-    values = [Value("p", 12, "parameter", home="device"), Value("x", 3, "input", home="device"), Value("a", 15)]
+    values = [Value("p", 12, "parameter", home="device"), Value("p", 3, "input", home="device"), Value("a", 15)]
     graph = Graph(tuple(values), (Op("f", "f", "forward", (0, 1), (2,)),), 1)
     problem = in_units(Problem(graph, Costs((1.0,), (0,))), MIB)
     schedule = (Compute(0), Drop(2), Boundary())
@@ -160,7 +160,7 @@ def test_a_loop_begins_with_what_its_process_has_reserved() -> None:
         return found // MIB
 
     assert reserved_bytes(problem, schedule, True) == 40 * MIB  # in pages of 20: 12 and 3 and the next 3, and 15
-    p, x, other, free = (12, True, "p"), (3, True, "x"), (30, True, ""), (5, False, "")
+    p, x, other, free = (12, True, "parameter p"), (3, True, "input p"), (30, True, ""), (5, False, "")
     assert foreseen(p, x, free) == 20 + 20  # the next inputs go where it is free, and the rest expands
     assert foreseen(p, free, other) == 12 + 5 + 20  # both inputs there is no room for in the hole
     assert foreseen(p, (16, False, ""), other, x) == 12 + 16 + 3 + 20  # the next inputs take of the hole for the 15
@@ -180,7 +180,7 @@ def test_a_state_that_is_there_is_not_made_again() -> None:
 
 def test_parameters_that_leave_the_device_leave_holes() -> None:
     problem = in_units(Problem(Graph((Value("p", 12, "parameter", home="host"),), (), 0), Costs((), ())), MIB)
-    segment = Segment(1 << 40, 0, False, False, ((12 * MIB, True, "p"), (8 * MIB, True, "")))
+    segment = Segment(1 << 40, 0, False, False, ((12 * MIB, True, "parameter p"), (8 * MIB, True, "")))
     one = replace(problem, requests=Requests(before=(segment,)))
     assert reserved_bytes(one, (Boundary(),), True) == 12 * MIB
     assert reserved_bytes(problem, (Boundary(),), True) == 0
