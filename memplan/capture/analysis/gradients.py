@@ -12,15 +12,7 @@ from torch import fx
 from memplan.capture.analysis.draft import Draft, DraftOp
 from memplan.capture.analysis.traced import Gradient, Made, Traced
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.layout import (
-    dense_layout,
-    dense_stride,
-    overlap,
-    same_layout,
-    storage_key,
-    strides_that_matter,
-    tensors_of,
-)
+from memplan.capture.ops.layout import gradient_layout, lies_as_leaf, overlap, same_layout, storage_key, tensors_of
 from memplan.capture.trace.raw_trace import RawTrace
 
 aten = torch.ops.aten
@@ -51,7 +43,7 @@ def take_gradients(draft: Draft, raw: RawTrace) -> None:
         read_later = by_backward and last_read.get(value, -1) > made[value]
         kept = list[Named]()
         if by_backward and not (read_later or foreign or overlap([n.meta["val"] for _, n in nodes])):
-            kept = [(name, n) for name, n in nodes if _obeys_layout(n.meta["val"], _leaf(draft, name))]
+            kept = [(name, n) for name, n in nodes if lies_as_leaf(n.meta["val"], _leaf(draft, name))]
         for name, node in nodes:
             if (name, node) not in kept:
                 _copy(draft, raw.module.graph, name, node, value)
@@ -68,24 +60,11 @@ def _leaf(draft: Draft, name: str) -> torch.Tensor:
     return node.meta["val"]  # type: ignore[no-any-return]
 
 
-def _layout(gradient: torch.Tensor, leaf: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(size, stride) of a copy of a gradient: its leaf's, unless ranks split the two in other ways (DTensors)."""
-    size, stride = dense_layout(leaf)
-    if gradient.shape == leaf.shape:
-        return size, stride
-    innermost_first = sorted(range(len(size)), key=lambda dimension: (stride[dimension], -dimension))
-    return tuple(gradient.shape), dense_stride(gradient.shape, innermost_first)
-
-
-def _obeys_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    return strides_that_matter(gradient.shape, gradient.stride()) == strides_that_matter(*_layout(gradient, leaf))
-
-
 def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -> None:
     """Add the op that copies a gradient, right after the op that makes the gradient."""
     gradient, leaf = node.meta["val"], _leaf(draft, name)
-    size, stride = _layout(gradient, leaf)
-    if name.startswith("input ") and _obeys_layout(gradient, leaf):
+    size, stride = gradient_layout(gradient, leaf)
+    if name.startswith("input ") and lies_as_leaf(gradient, leaf):
         stride = tuple(gradient.stride())  # what comes before an input sees those of dimensions of size 1 too
     fake = torch.empty_strided(size, stride, dtype=node.meta["val"].dtype, device="meta")
     with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):

@@ -32,14 +32,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island_call import (
-    SCRATCH_MARGIN_BYTES,
-    BackwardFacts,
-    ForwardFacts,
-    IslandCall,
-    SizeRules,
-    with_numbers,
-)
+from memplan.capture.ops.island_call import BackwardFacts, ForwardFacts, IslandCall, SizeRules, with_numbers
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
 from memplan.capture.ops.recorded_graph import RecordedGraph, Saver, bytes_for, graph_of, take_attributes, ticket_of
@@ -84,11 +77,8 @@ class Island(IslandCall):
         if self.varies:
             raise private.FixedSize(f"{self.function} saves other tensors from step to step")
         opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
-        forward_cost, backward_cost = (
-            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
-            for c in (self.forward_cost, self.backward_cost)
-        )
-        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
+        costs = self.forward_cost.with_margin(), self.backward_cost.with_margin()
+        island = dataclasses.replace(self, open=opened, forward_cost=costs[0], backward_cost=costs[1])
         numbers = island.numbers(tensors, [static[place] for place in opened])
         island.rules = SizeRules(self.function, (*self.known, self.seen), numbers)
         return island, island._with(numbers)
@@ -131,37 +121,30 @@ class Island(IslandCall):
         saver = Saver() if self.room is None else Saver(self.room.empty(self.device), tensors, planned)
         outputs, graph, spec = self._recorded(model, module, tensors, saver)
         places, results = PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
-        places_of_outputs = tuple(
-            places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs
-        )
+        of_outputs = tuple(places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs)
         made, differentiable = len(results), tuple(edge is not None for edge in graph.ends)
         tensors_saved = [] if saver.buffer is not None else saver.tensors
-        places_of_saved = tuple(places.of(t, "result", results) for t in tensors_saved)
+        of_saved = tuple(places.of(t, "result", results) for t in tensors_saved)
         layouts = tuple(map(Layout.of, results))
-        facts = ForwardFacts(places_of_outputs, spec, differentiable, places_of_saved, layouts, made, graph.uses)
+        facts = ForwardFacts(of_outputs, spec, differentiable, of_saved, layouts, made, graph.uses)
         if planned is None:
             self.forward_facts = planned = facts
         if facts.returned != planned.returned:
             raise self._other(f"{self.title} returns other tensors than in its first run")
-        graph.saved, graph.numbers = places_of_saved, self.at_numbers
+        graph.saved, graph.numbers = of_saved, self.at_numbers
         if saver.buffer is not None:
             self._check_uses(graph.uses, (1,) * len(graph.uses))
             results, graph.saved = [*results[:made], saver.buffer], tuple(saver.places)
             self.tell_of(saver.beside_bytes)
         elif (facts.saved, facts.results, facts.uses) != (planned.saved, planned.results, planned.uses):
-            results = self._with_others_saved(planned, facts, results, graph, saver)
+            results = self._with_others_saved(planned, facts, results[:made], graph, saver)
         saver.let_go()
         return [*results, ticket_of(graph)]
 
     def _with_others_saved(
-        self,
-        planned: ForwardFacts,
-        facts: ForwardFacts,
-        results: list[torch.Tensor],
-        graph: RecordedGraph,
-        saver: Saver,
+        self, planned: ForwardFacts, facts: ForwardFacts, made: list[torch.Tensor], graph: RecordedGraph, saver: Saver
     ) -> list[torch.Tensor]:
-        """Results as planned, where other tensors were saved than that: the graph holds these."""
+        """Results as planned, where other tensors were saved than that: the graph holds these. made: hold outputs."""
         if self.at_numbers is not None:
             raise self._other(f"{self.title} saves other tensors than rules tell for this size")
         if not self.looked_at:
@@ -177,7 +160,7 @@ class Island(IslandCall):
             held.append(place if place.source in known else tensor if apart else tensor.clone())
         graph.saved = held
         self.tell_of(sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) if self.looked_at else 0)
-        return [*results[: facts.made], *(layout.empty(self.device) for layout in planned.results[facts.made :])]
+        return [*made, *(layout.empty(self.device) for layout in planned.results[facts.made :])]
 
     def _check_uses(self, uses: Sequence[int], planned: Sequence[int]) -> None:
         """Raise a Refusal where gradients would be added in another order than autograd does."""

@@ -179,6 +179,10 @@ class IslandCost(NamedTuple):
     time_s: float
     scratch_bytes: int
 
+    def with_margin(self) -> IslandCost:
+        """The cost at other sizes, at which scratch may grow more than in proportion."""
+        return self._replace(scratch_bytes=self.scratch_bytes + SCRATCH_MARGIN_BYTES)
+
 
 _NOTHING = IslandCost(0.0, 0)
 

@@ -85,12 +85,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def dense_layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(size, stride) of a dense tensor like `tensor`: its own strides where it is dense, else contiguous ones."""
-    size = tuple(tensor.shape)
-    return size, tuple(tensor.stride()) if is_dense(tensor) else dense_stride(size)
-
-
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `b`'s contents can be written over `a`, which must fill its storage."""
     return (
@@ -117,6 +111,25 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 # -- what PyTorch lays out itself --------------------------------------------------------------------------------------
 
 _CHANNELS_LAST = (1, 3, 2, 0)  # dimensions, the innermost first
+
+
+def gradient_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(size, stride) of a copy of a gradient: its leaf's, unless ranks split the two in other ways (DTensors).
+
+    The strides are the leaf's own where it is dense, else contiguous ones.
+    """
+    size = tuple(leaf.shape)
+    stride = tuple(leaf.stride()) if is_dense(leaf) else dense_stride(size)
+    if gradient.shape == leaf.shape:
+        return size, stride
+    innermost_first = sorted(range(len(size)), key=lambda dimension: (stride[dimension], -dimension))
+    return tuple(gradient.shape), dense_stride(gradient.shape, innermost_first)
+
+
+def lies_as_leaf(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether a gradient has the strides of a copy of it, where these matter."""
+    copied = gradient_layout(gradient, leaf)
+    return strides_that_matter(gradient.shape, gradient.stride()) == strides_that_matter(*copied)
 
 
 def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -39,16 +39,14 @@ class Saver:
     """
 
     def __init__(
-        self,
-        buffer: torch.Tensor | None = None,
-        given: Sequence[torch.Tensor] = (),
-        planned: ForwardFacts | None = None,
+        self, buffer: torch.Tensor | None = None, given: Sequence[torch.Tensor] = (), facts: ForwardFacts | None = None
     ) -> None:
+        """facts: as planned."""
         self.buffer, self.tensors, self.places = buffer, list[torch.Tensor](), list[Place | torch.Tensor]()
         self.beside_bytes = self.end_bytes = 0
-        kept = () if planned is None else planned.kept
+        kept = () if facts is None else facts.kept
         known = {("input", i): t for i, t in enumerate(given) if ("input", i) in kept}
-        self._given, self._made = PlaceFinder(known), 0 if planned is None else planned.made
+        self._given, self._made = PlaceFinder(known), 0 if facts is None else facts.made
         self._known: dict[Any, int] = {}  # where the buffer has what lies in which memory
         self._alive: list[Any] = []  # so that no other memory is known by the same key
 

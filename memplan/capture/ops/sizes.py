@@ -85,10 +85,7 @@ def varying_between(some: Sequence[Sequence[int]], others: Sequence[Sequence[int
     """The sizes in which two lists of shapes differ."""
     pairs = enumerate(zip(some, others, strict=True))
     return frozenset(
-        Dimension(position, i)
-        for position, shapes in pairs
-        for i, (n, m) in enumerate(zip(*shapes, strict=True))
-        if n != m
+        Dimension(place, i) for place, shapes in pairs for i, (n, m) in enumerate(zip(*shapes, strict=True)) if n != m
     )
 
 
@@ -141,10 +138,8 @@ class SymbolicInputs:
         return None
 
     def _fake(self, position: int, tensor: torch.Tensor, varying: Varying) -> torch.Tensor:
-        shape = [
-            self._symbol(Dimension(position, i), n) if Dimension(position, i) in varying else n
-            for i, n in enumerate(tensor.shape)
-        ]
+        dimensions = [Dimension(position, i) for i in range(tensor.dim())]
+        shape = [self._symbol(d, n) if d in varying else n for d, n in zip(dimensions, tensor.shape, strict=True)]
         stride: Sequence[Any] = dense_stride(shape)
         if tensor.stride() != dense_stride(tensor.shape):
             stride = [self._symbol(Dimension(position, i, True), n) for i, n in enumerate(tensor.stride())]

@@ -24,6 +24,7 @@ from memplan.torch_private import pytree
 
 Sample = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]  # of a model: its own, or one that stands in for it
+_Tree = tuple[Any, tuple[Any, ...]]  # how values are nested; slots, objects with tensors inside, what stays as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +146,11 @@ class OutputTemplate:
     - specs: of tensors that are DTensors, by position: how ranks split it, and its gradient (None: it gets none).
     """
 
-    def __init__(self, output: Any, shared: Sequence[Any]) -> None:
+    def __init__(self, output: Any, model: nn.Module) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
         self.out_of_reach: list[str] = []
-        self._shared = {id(thing): thing for thing in shared}
+        self._shared = {id(thing): thing for thing in shared_objects(model)}
         self.attributes: list[tuple[str, str]] = []
         self.specs: dict[int, tuple[Any, Any]] = {}
         self._trees = [self._without_tensors(output, "")]  # what the model returned, then what it left in attributes
@@ -173,7 +174,7 @@ class OutputTemplate:
 
         leaves, spec = pytree.tree_flatten(value)
         paths = leaf_names(value, len(leaves))
-        return _Tree(spec, tuple(kept(path, leaf) for path, leaf in zip(paths, leaves, strict=True)))
+        return spec, tuple(kept(path, leaf) for path, leaf in zip(paths, leaves, strict=True))
 
     def add(self, tensor: torch.Tensor, name: str) -> int:
         """The position of a tensor among `tensors`, to which it is added if it is new."""
@@ -197,7 +198,7 @@ class OutputTemplate:
                 return _Object(copy.deepcopy(leaf.template, memo), empty, leaf.indices)
             return number(leaf) if private.is_symbolic(leaf) else leaf
 
-        self._trees = [_Tree(tree.spec, tuple(map(emptied, tree.leaves))) for tree in self._trees]
+        self._trees = [(spec, tuple(map(emptied, leaves))) for spec, leaves in self._trees]
         self.tensors = []
 
     def plain(self, numbers: Numbers = ()) -> tuple[Any, ...]:
@@ -205,8 +206,8 @@ class OutputTemplate:
 
         numbers: of a call's sizes, where they vary.
         """
-        leaves = [_number(leaf, numbers) for tree in self._trees for leaf in tree.leaves]
-        specs = [tree.spec for tree in self._trees]
+        leaves = [_number(leaf, numbers) for _, leaves in self._trees for leaf in leaves]
+        specs = [spec for spec, _ in self._trees]
         lasting = (bool, int, float, complex, str, bytes, type(None), _Slot)
         return (self.attributes, specs, [leaf if type(leaf) in lasting else type(leaf) for leaf in leaves])
 
@@ -227,7 +228,8 @@ class OutputTemplate:
                 return copy.deepcopy(leaf.template, self._shared | new)
             return _number(leaf, numbers)
 
-        return pytree.tree_unflatten(map(filled, tree.leaves), tree.spec)
+        spec, leaves = tree
+        return pytree.tree_unflatten(map(filled, leaves), spec)
 
 
 def _number(leaf: Any, numbers: Numbers) -> Any:
@@ -244,14 +246,6 @@ def leaf_names(output: Any, count: int) -> list[str]:
     except ValueError:
         names = [f"[{key!r}]" for key in output] if isinstance(output, Mapping) else []
         return names if len(names) == count else [f"[{i}]" for i in range(count)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """Nested values. leaves: slots, objects with tensors inside, and what stays as it is."""
-
-    spec: Any
-    leaves: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)

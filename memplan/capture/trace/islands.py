@@ -307,14 +307,8 @@ def calls_with(model: nn.Module, owner: str) -> list[Calls]:
     if owners:
         return [calls_around(max(owners, key=len))]
     of_code = ("class ", "globals of ", "closure")
-    naming = [
-        path
-        for path in paths
-        if any(
-            name.startswith(of_code) and owner.startswith(name)
-            for name, _ in attribute_tables(model.get_submodule(path))
-        )
-    ]
+    tables = {path: attribute_tables(model.get_submodule(path)) for path in paths}
+    naming = [p for p in paths if any(n.startswith(of_code) and owner.startswith(n) for n, _ in tables[p])]
     return [calls_around(p) for p in naming if not any(other.startswith(f"{p}.") for other in naming)]
 
 
@@ -424,10 +418,8 @@ class _AsOps(torch.autograd.Function):
         autocast = Autocast.of_backward(island.device.type)
         if autocast is not None:
             mode = f"_under_{str(autocast.dtype).removeprefix('torch.')}"
-            used = ctx.traced.used[island.name]
-            ctx.traced.used[island.name] = dataclasses.replace(
-                used, around_backward=autocast.context, backward_mode=mode
-            )
+            used, name = ctx.traced.used, island.name
+            used[name] = dataclasses.replace(used[name], around_backward=autocast.context, backward_mode=mode)
         *results, _ = BACKWARD(island.name, given, list(ctx.saved_tensors))
         sources = {("gradient", i): g for i, g in enumerate(given) if g is not None}
         sources |= dict(zip(forward.kept, ctx.saved_tensors[1:], strict=True))

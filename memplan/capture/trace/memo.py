@@ -23,9 +23,7 @@ from memplan import torch_private as private
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key
 
-_SETTINGS = frozenset(
-    (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-)
+_SETTINGS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _UNFIT_TAGS = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -222,9 +220,8 @@ def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: An
         return None
     if func.namespace != "aten":
         return None  # of a user's own op nobody knows what its results depend on
-    if recording.written_since(before) != 1 + (len(several) if kind else 0) or (
-        kind and type(node.meta["val"]) is not kind
-    ):
+    alone = recording.written_since(before) == 1 + (len(several) if kind else 0)
+    if not alone or (kind and type(node.meta["val"]) is not kind):
         return None
     return kind, results
 

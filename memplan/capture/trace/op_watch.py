@@ -192,9 +192,7 @@ class OpWatch(private.TorchDispatchMode):
         if func is aten.masked_select.default:
             picks = [self._run(aten.expand.default, picks, torch.broadcast_shapes(x.shape, picks.shape))]
         masks = [pick.dtype in (torch.bool, torch.uint8) if pick is not None else False for pick in picks]
-        found = [
-            self._run(aten.nonzero.default, pick) if mask else pick for pick, mask in zip(picks, masks, strict=True)
-        ]
+        found = [self._run(aten.nonzero.default, p) if mask else p for p, mask in zip(picks, masks, strict=True)]
         with self._recording.unwritten():
             if func is aten.masked_select.default:
                 like = x.new_empty(found[0].shape[:1])

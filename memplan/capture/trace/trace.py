@@ -27,7 +27,7 @@ from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
-from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs, shared_objects
+from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.forwards import in_place_of_state
@@ -255,7 +255,7 @@ class _StepTrace:
         for name, leaf in request.model.named_parameters():
             if leaf is not leaves.get(name, leaf):
                 raise UnsupportedModel(f"forward exchanges the parameter {name}; a planned step would not")
-        template = OutputTemplate(output, shared_objects(request.model))
+        template = OutputTemplate(output, request.model)
         for found in request.left():
             template.add_attribute(*found)
         if template.out_of_reach:

@@ -24,14 +24,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.tables import held_in
 from memplan.capture.ops.layout import same_bits, strided_parts
-from memplan.capture.trace.call import (
-    CallReader,
-    OutputTemplate,
-    Sample,
-    differentiated_outputs,
-    leaf_names,
-    shared_objects,
-)
+from memplan.capture.trace.call import CallReader, OutputTemplate, Sample, differentiated_outputs, leaf_names
 from memplan.runtime.trial.nothing_kept import OtherLeaves
 from memplan.runtime.trial.unplanned_peak import bits_of
 from memplan.torch_private import pytree
@@ -87,13 +80,11 @@ class StepStart:
                 OtherLeaves((*model.parameters(), *call.tensors)) as others,
             ):
                 output = run(*call.variadic, **call.arguments)
-                template = OutputTemplate(output, shared_objects(model))
+                template = OutputTemplate(output, model)
                 names = [_bare(name) or "output" for name in template.names]
                 values = {("output", n): parts_of(t) for n, t in zip(names, template.tensors, strict=True)}
-                numbers = [leaf for leaf in template.plain()[2] if type(leaf) in (int, float)]
-                values |= {
-                    ("output", f"number {i}"): (torch.tensor(n, dtype=torch.float64),) for i, n in enumerate(numbers)
-                }
+                numbers = [torch.tensor(n, dtype=torch.float64) for n in template.plain()[2] if type(n) in (int, float)]
+                values |= {("output", f"number {i}"): (number,) for i, number in enumerate(numbers)}
                 differentiable = frozenset(n for n, t in zip(names, template.tensors, strict=True) if t.requires_grad)
                 _run_backward(template, others)
                 del output, template

@@ -15,7 +15,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.tables import held_in, is_plain
 from memplan.capture.ops.layout import strided_parts
-from memplan.capture.trace.call import Call, Forward, OutputTemplate, differentiated_outputs, shared_objects
+from memplan.capture.trace.call import Call, Forward, OutputTemplate, differentiated_outputs
 from memplan.capture.trace.generators import python_generators, seed_all
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
@@ -70,7 +70,7 @@ def unplanned_peak(model: nn.Module, call: Call, forward: Forward, most_bytes: f
                     output = forward(*args, **kwargs)
                 returned.append(bits_of(output))
                 with meter:
-                    template = OutputTemplate(output, shared_objects(model))
+                    template = OutputTemplate(output, model)
                     chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
                     starts = [template.tensors[i] for i in chosen]
                     del output, template
