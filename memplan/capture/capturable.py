@@ -147,9 +147,7 @@ def refuse_subclasses(model: nn.Module, shards: Shards | None) -> None:
             )
 
 
-def refuse_hooks(
-    model: nn.Module, with_loss: bool, shards: Shards | None = None, islands: Islands = NO_ISLANDS
-) -> None:
+def refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None, islands: Islands) -> None:
     """Refuse hooks on submodules that are no islands: they would run at capture and never again."""
     if any(map(private.foreign_hooks, private.global_hook_tables())):
         raise UnsupportedModel(

@@ -14,20 +14,13 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
+from memplan.capture import capturable
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.analysis.values import build_traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes_kept import AddedHook, AttributesKept, LeftBehind, SetValue, UselessTensor
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.tables import attribute_owners
-from memplan.capture.capturable import (
-    check_devices,
-    model_device,
-    refuse_hooks,
-    refuse_odd_arguments,
-    refuse_subclasses,
-    refuse_wrappers,
-)
 from memplan.capture.key import StepKey
 from memplan.capture.ops.dataflow import draws, written_nodes
 from memplan.capture.ops.island_ops import FORWARD
@@ -136,16 +129,16 @@ def _capture(
 ) -> Capture:
     """What `capture` gives. made: notes the tensors of its traces."""
     loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands
-    refuse_wrappers(model, islands)
-    refuse_subclasses(model, shards)
-    planned_device = device or model_device(model)
+    capturable.refuse_wrappers(model, islands)
+    capturable.refuse_subclasses(model, shards)
+    planned_device = device or capturable.model_device(model)
     if planned_device.type not in ("cpu", "cuda"):
         raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
     run = forward if loss_fn is None else functools.partial(loss_fn, model)
     call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
-    refuse_odd_arguments(call)
-    check_devices(call, planned_device, device is not None)
-    refuse_hooks(model, loss_fn is not None, shards, islands)
+    capturable.refuse_odd_arguments(call)
+    capturable.check_devices(call, planned_device, device is not None)
+    capturable.refuse_hooks(model, loss_fn is not None, shards, islands)
     ignored = () if shards is None else shards.attributes
     reads = AttributeReads([owner for _, owner in attribute_owners(model, ignored, run)])
     whole = {} if shards is None else {name: shards.shard(p) for name, p in model.named_parameters()}
@@ -161,9 +154,7 @@ def _capture(
         raw, settled, counters = _settled_trace(request, attributes)
         _refuse_effects_in_checkpoints(raw, bool(settled or counters or attributes.set_anew))
         raw, other = _with_sums(raw, request), None
-        outside = options.tangents is None and any(
-            raw.outputs[i].meta["val"].dim() for i in raw.tangents
-        )  # of the loss
+        outside = options.tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # the loss
         if outside and not options.varying:
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(trace_step(of_sum), of_sum)
@@ -309,9 +300,8 @@ def _sums_in_place(raw: RawTrace) -> frozenset[int]:
     def is_alone(total: fx.Node, first: fx.Node) -> bool:
         seen_as = looks[storage_key(first.meta["val"])]
         made_here = first.op == "call_function" and seen_as[0] is first
-        return made_here and all(
-            user is total or position[user] < position[total] for look in seen_as for user in look.users
-        )
+        users = {user for look in seen_as for user in look.users} - {total}
+        return made_here and all(position[user] < position[total] for user in users)
 
     return frozenset(number for number, total, first in raw.odd_sums if is_alone(total, first))
 

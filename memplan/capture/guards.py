@@ -119,14 +119,13 @@ class Guards:
     def reads(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> tuple[Any, ...] | OtherRead:
         """The numbers and shapes that forward would read in a call. They are worked out once for each call."""
         if self not in call.reads:
-            call.reads[self] = self._read(call.tensors, buffer)
+            call.reads[self] = self._read(call, buffer)
         return call.reads[self]  # type: ignore[no-any-return]
 
-    def _read(
-        self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]
-    ) -> tuple[Any, ...] | OtherRead:
+    def _read(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> tuple[Any, ...] | OtherRead:
         if self._program is None:
             return ()
+        inputs = call.tensors
         try:
             sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
             sizes = [s.of(inputs) for s in self._symbols if isinstance(s, Dimension)]

@@ -88,13 +88,11 @@ class StepKey:
     def _bind(self) -> None:
         """Look up the live tables of the model, which are compared with the snapshots."""
         model, ignored = self._model, () if self._shards is None else self._shards.attributes
-        self._modules = tuple(model.named_modules())
+        modules = self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
         self.tables = attribute_tables(model, ignored, self._run)
         self._attributes = dict(self.tables)
-        self._homes = tuple(
-            (name, home, len(home)) for name, m in self._modules for home in (m._parameters, m._buffers)
-        )
+        self._homes = tuple((name, home, len(home)) for name, m in modules for home in (m._parameters, m._buffers))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._seen_ids: list[int] = []
         self._alike: Callable[..., bool] | None = None

@@ -171,11 +171,8 @@ class AttributesKept:
             for leaf in leaves_of(value, DEEPEST)
             if isinstance(leaf, GENERATORS)
         }
-        self._containers = {
-            id(c): (path, c, copied(c))
-            for name, table, _ in self._tables
-            for path, c in _containers(name, table, unchecked)
-        }
+        found = (pair for name, table, _ in self._tables for pair in _containers(name, table, unchecked))
+        self._containers = {id(c): (path, c, copied(c)) for path, c in found}
         classes = ((kind.__name__, vars(kind), before) for kind, before in self._classes)
         self._imports = ImportsHeard(functools.partial(as_before, [*self._tables, *classes], self._containers))
 
@@ -410,12 +407,9 @@ def _exchanged(members: Table, before: Table) -> list[str]:
 def _restore(container: Any, before: Any) -> None:
     if isinstance(container, np.ndarray):
         container[...] = before
-    elif isinstance(container, (dict, set)):
-        container.clear()
-        container.update(before)
-    else:
-        container.clear()
-        container.extend(before)
+        return
+    container.clear()
+    (container.update if isinstance(container, (dict, set)) else container.extend)(before)
 
 
 def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[tuple[str, Any]]:

@@ -112,7 +112,6 @@ def _remembers_fakes(function: _Remembering[Any]) -> bool:
     for _ in range(_DEPTH):
         if any(issubclass(type(o), private.FakeTensor) for o in level):
             return True
-        found = [o for o in gc.get_referents(*level) if id(o) not in seen and not issubclass(type(o), _SKIPPED)]
-        seen.update(map(id, found))
-        level = found
+        level = [o for o in gc.get_referents(*level) if id(o) not in seen and not issubclass(type(o), _SKIPPED)]
+        seen.update(map(id, level))
     return any(issubclass(type(o), private.FakeTensor) for o in level)

@@ -305,11 +305,10 @@ def state_behind(code: Any) -> str | None:
     """Python state that a function reads when it runs, in words; None where it reads none that may change."""
     for title, table in NamedState(nn.Identity(), code).tables:
         for name, value in table.items():
-            if _is_constant(value) and title.startswith(_DEFAULTS):
+            constant = _is_constant(value)
+            if constant and title.startswith(_DEFAULTS):
                 continue
-            if not (_is_constant(value) and title.startswith(_GLOBALS)) or _is_assigned(
-                title.removeprefix(_GLOBALS), name
-            ):
+            if not (constant and title.startswith(_GLOBALS)) or _is_assigned(title.removeprefix(_GLOBALS), name):
                 return f"{name} ({title})"
     return None
 

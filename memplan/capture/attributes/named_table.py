@@ -20,11 +20,7 @@ class NamedTable(MutableMapping[str, Any]):
     """
 
     def __init__(
-        self,
-        names: Iterable[str],
-        get: Callable[..., Any],
-        put: Callable[[str, Any], object],
-        delete: Callable[[str], object],
+        self, names: Iterable[str], get: Callable[..., Any], put: Callable[..., object], delete: Callable[[str], object]
     ) -> None:
         self.names, self._put, self._delete = frozenset(names), put, delete
         self.unchecked: frozenset[str] = frozenset()

@@ -30,17 +30,9 @@ class Snapshot:
     def __init__(
         self, tables: list[tuple[str, Table]], model: nn.Module, reads: AttributeReads, ignored: Collection[str]
     ) -> None:
-        of_modules = {id(vars(module)) for module in model.modules()}
-        root, unchecked = vars(model), CHECKED_ELSEWHERE | frozenset(ignored)
-        self._entries = [
-            _Entry(
-                table,
-                # The model's own `forward` is what a plan replaces.
-                unchecked | ({"forward"} if table is root else set()) if id(table) in of_modules else frozenset(),
-                reads.of(table),
-            )
-            for _, table in tables
-        ]
+        unchecked = dict.fromkeys((id(vars(m)) for m in model.modules()), CHECKED_ELSEWHERE | frozenset(ignored))
+        unchecked[id(vars(model))] |= {"forward"}  # the model's own is what a plan replaces
+        self._entries = [_Entry(table, unchecked.get(id(table), frozenset()), reads.of(table)) for _, table in tables]
         self._titles = [title for title, _ in tables]
         self._glance: _Glance | None = None
 
