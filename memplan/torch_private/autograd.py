@@ -16,11 +16,9 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from memplan.torch_private.exchanged import exchanged
 
 
-def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+def run_backward(tensors: tuple[torch.Tensor, ...], gradients: Sequence[torch.Tensor]) -> None:
     """`torch.autograd.backward` without its checks of shapes, which take as long as the rest."""
-    _engine_run_backward(
-        tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    _engine_run_backward(tensors, tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 _SEEN = "memplan has seen this node"

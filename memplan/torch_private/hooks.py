@@ -228,9 +228,7 @@ def without_checkpoints(entered: Callable[[bool], None], left: Callable[[], None
 
 def called_module() -> nn.Module | None:
     """The module whose call runs the forward that asks. None if it is not `nn.Module` that calls this forward."""
-    frame = sys._getframe(2)
-    while (
-        frame.f_globals.get("__name__", "").startswith(("torch._dynamo", "torch._compile")) and frame.f_back is not None
-    ):
+    frame, of_dynamo = sys._getframe(2), ("torch._dynamo", "torch._compile")
+    while frame.f_globals.get("__name__", "").startswith(of_dynamo) and frame.f_back is not None:
         frame = frame.f_back
     return frame.f_locals.get("self") if frame.f_code.co_filename == nn.modules.module.__file__ else None

@@ -267,7 +267,7 @@ def sizes_left_open() -> Iterator[None]:
     """
     known = fake_impls.op_implementations_dict
     with _ONE_AT_A_TIME:
-        kernels = {op: known.get(op) for op in _OPEN}
+        kernels = {op: known[op] for op in _OPEN if op in known}
         is_number = property(functools.lru_cache(1 << 16)(sympy.Expr.is_number.fget))
         known.update(_OPEN)
         for kind, plain in _PLAIN.items():
@@ -280,11 +280,9 @@ def sizes_left_open() -> Iterator[None]:
             for kind in _PLAIN:
                 del _own_attributes(kind)["__class__"]
                 kind.__doc__ = kind.__doc__
-            for op, kernel in kernels.items():
-                if kernel is None:
-                    del known[op]
-                else:
-                    known[op] = kernel
+            known.update(kernels)
+            for op in _OPEN.keys() - kernels.keys():
+                del known[op]
 
 
 def _own_attributes(kind: type) -> dict[str, Any]:

@@ -17,22 +17,14 @@ from typing import Any
 
 import torch
 import torch._subclasses.schema_check_mode  # else the first import that is heard may be this, by its own context
-from torch import nn
+from torch import fx, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental.proxy_tensor import (
-    _ProxyTensor,
-    disable_proxy_modes_tracing,
-    get_proxy_mode,
-    get_proxy_slot,
-    make_fx,
-    set_proxy_slot,
-    thunkify,
-    track_tensor,
-)
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot, track_tensor
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -77,9 +69,7 @@ def _first_trace() -> None:
     traced.wait()
 
 
-def trace_with_fakes(
-    step: Callable[..., Any], args: tuple[Any, ...], symbols: Symbols, varies: bool
-) -> torch.fx.GraphModule:
+def trace_with_fakes(step: Callable[..., Any], args: tuple[Any, ...], symbols: Symbols, varies: bool) -> fx.GraphModule:
     """`make_fx` over fakes: the aten ops that eager would run, in order. It takes no memory.
 
     - symbols: those with which `args` were made.
@@ -169,7 +159,7 @@ def is_call_of_compiled_code(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "dynamo-optimized function" in str(error)
 
 
-def tracer_graph() -> torch.fx.Graph:
+def tracer_graph() -> fx.Graph:
     """The graph of the trace in progress."""
     return _tracer().graph  # type: ignore[no-any-return]
 
@@ -180,7 +170,7 @@ def _tracer() -> Any:
     return mode.tracer
 
 
-def tracer_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+def tracer_node(tensor: torch.Tensor) -> fx.Node | None:
     """The node that made `tensor` in the trace in progress; None for a tensor from outside."""
     slot = get_proxy_slot(tensor, _tracer(), None)
     return None if slot is None else slot.proxy.node
@@ -204,44 +194,44 @@ class Recording:
         latest = itertools.islice(reversed(self._tracer.graph.nodes), self.length - length)
         return sum(not is_symbolic(node.meta.get("val")) for node in latest)
 
-    def node(self, tensor: Any) -> torch.fx.Node | None:
+    def node(self, tensor: Any) -> fx.Node | None:
         """The node that made a fake tensor. None for any other tensor, and for one whose data is known."""
         if type(tensor) is not FakeTensor or tensor.constant is not None:
             return None
         slot = get_proxy_slot(tensor, self._tracer, None)
         return None if slot is None or slot.constant is not None else slot.proxy.node
 
-    def number(self, size: torch.SymInt) -> torch.fx.Node:
+    def number(self, size: torch.SymInt) -> fx.Node:
         """The node that computes a size which varies."""
         slot: Any = get_proxy_slot(size, self._tracer)
         return slot.force().node  # type: ignore[no-any-return]
 
-    def bind_number(self, size: torch.SymInt, node: torch.fx.Node) -> None:
+    def bind_number(self, size: torch.SymInt, node: fx.Node) -> None:
         """Let a new node that reads the number in a tensor stand for a symbol. node: the tensor's."""
         read = self.write(READ_SCALAR, (node,), {})
         read.meta["val"] = size
-        set_proxy_slot(size, self._tracer, thunkify(self._tracer, lambda: torch.fx.Proxy(read, self._tracer)))
+        set_proxy_slot(size, self._tracer, proxy_tensor.thunkify(self._tracer, lambda: fx.Proxy(read, self._tracer)))
 
     def unwritten(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which arithmetic with sizes that vary is not written to the trace."""
-        return disable_proxy_modes_tracing()
+        return proxy_tensor.disable_proxy_modes_tracing()
 
-    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
+    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         """A new node, under the name that `make_fx` would give it."""
-        graph: torch.fx.Graph = self._tracer.graph
+        graph: fx.Graph = self._tracer.graph
         named = func.overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else func.__name__
         return graph.create_node("call_function", func, args, kwargs, name=graph._target_to_str(named))
 
-    def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+    def bind(self, tensor: torch.Tensor, node: fx.Node) -> None:
         """Let `node` stand for the tensor from now on."""
-        set_proxy_slot(tensor, self._tracer, _ProxyTensor(torch.fx.Proxy(node, self._tracer), None))
+        set_proxy_slot(tensor, self._tracer, proxy_tensor._ProxyTensor(fx.Proxy(node, self._tracer), None))
 
     def fake(self, contents: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake tensor in the memory of one on the meta device, and with its layout."""
         return FakeTensor(self._fake_mode, contents, device)
 
 
-def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:
+def boxed(graph: fx.Graph) -> fx.Graph:
     """Let the graph's code take one list and empty it, so that the caller keeps nothing alive. Gives the graph."""
     graph.set_codegen(_BoxedCodeGen())
     return graph
@@ -267,7 +257,7 @@ def with_layout(
 ) -> torch.Tensor:
     """A node's result with another dtype, size, strides or device, or in memory for more elements."""
     mode = get_proxy_mode()
-    with disable_proxy_modes_tracing():
+    with proxy_tensor.disable_proxy_modes_tracing():
         size, stride = size or tensor.shape, stride or tensor.stride()
         fixed = tensor.new_empty_strided(size, stride, dtype=dtype, device=device)
         if elements is not None:
@@ -285,14 +275,14 @@ def leave_out(tensor: torch.Tensor) -> None:
     _see_as(tracer_node(tensor), None)
 
 
-def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
+def _see_as(node: fx.Node | None, result: torch.Tensor | None) -> None:
     """Let a node of a trace stand for another result."""
     if node is None:
         return
     node.meta["val"] = result
     if node.target is operator.getitem:
         several, index = node.args
-        assert isinstance(several, torch.fx.Node) and isinstance(index, int)
+        assert isinstance(several, fx.Node) and isinstance(index, int)
         results = list(several.meta["val"])
         results[index] = result
         several.meta["val"] = tuple(results)

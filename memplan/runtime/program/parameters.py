@@ -148,7 +148,7 @@ class ParameterStore:
         own = [] if self.gathers is None else [p for p in parameters if isinstance(p, nn.Parameter)]
         with contextlib.nullcontext() if self.gathers is None else self.gathers.shards.accepting(own):
             with torch.enable_grad():
-                leaves = list(map(_leaf, parameters, gradients))
+                leaves = tuple(map(_leaf, parameters, gradients))
             private.run_backward(leaves, gradients)
 
 
