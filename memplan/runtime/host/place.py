@@ -52,11 +52,7 @@ def place(
 
 
 def materialise(
-    model: nn.Module,
-    init: Init,
-    host: Collection[str],
-    device: torch.device,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module, init: Init, host: Collection[str], device: torch.device, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Make parameters and buffers that are on the meta device where they will live, and let `init` fill each.
 

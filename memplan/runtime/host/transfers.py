@@ -98,11 +98,7 @@ class Standing:
     def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]], stream: Any) -> None:
         """Take copies from a step that ends, each with what its parameter held as the step began. stream: of `keep`."""
         self._stream = stream
-        self._copies = {
-            id(contents.parameter): (contents, memory)
-            for contents, memory in copies
-            if contents.is_in(contents.parameter)
-        }
+        self._copies = {id(held.parameter): (held, memory) for held, memory in copies if held.is_in(held.parameter)}
 
 
 class Transfers:
@@ -136,9 +132,7 @@ class Transfers:
 
     def open(self, size_bytes: int) -> Slab:
         """A slab for one forward and its backward. Its memory comes back once nothing refers to the slab."""
-        self._settle(
-            [event for event, slab, *_ in self._kept.values() if slab() is None]
-        )  # of steps that were given up
+        self._settle([event for event, slab, *_ in self._kept.values() if slab() is None])  # of steps given up
         fitting = [i for i, memory in enumerate(self.slabs) if memory.numel() >= size_bytes]
         if fitting:
             memory = self.slabs.pop(min(fitting, key=lambda i: self.slabs[i].numel()))
@@ -161,9 +155,7 @@ class Transfers:
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """Let what is computed from here on wait for a copy. Gives its target."""
-        if ticket.event is not None:
-            self.streams.wait(ticket.event)
-            self._kept.pop(id(ticket.event), None)
+        self._settle(() if ticket.event is None else (ticket.event,))
         return ticket.data
 
     def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:

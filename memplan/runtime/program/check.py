@@ -111,10 +111,9 @@ def decide(computed: torch.Tensor, planned: bool, where: str) -> None:
 
     Waits for the device, as eager does.
     """
-    if bool(computed) is not planned:
-        raise OtherBranch(
-            f"forward branches on a computed value that is {not planned}, planned for {planned} ({where})"
-        )
+    if bool(computed) is planned:
+        return
+    raise OtherBranch(f"forward branches on a computed value that is {not planned}, planned for {planned} ({where})")
 
 
 def refuse_capture(schedule: Schedule, store: ParameterStore, device: torch.device) -> None:

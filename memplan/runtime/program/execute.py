@@ -388,9 +388,8 @@ class _StepFunction(torch.autograd.Function):
         begun.append(state)
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
-        ctx.mark_non_differentiable(
-            *(o for o, wanted in zip(outputs, runner.outputs.requires_grad, strict=True) if not wanted)
-        )
+        pairs = zip(outputs, runner.outputs.requires_grad, strict=True)
+        ctx.mark_non_differentiable(*(output for output, wanted in pairs if not wanted))
         return tuple(outputs)
 
     @staticmethod

@@ -40,7 +40,8 @@ class Written:
     @staticmethod
     def of(traced: Traced) -> Written:
         graph, names = traced.graph, list[str]()
-        in_forward = {v for op in graph.ops[: graph.boundary] for v in (*op.outputs, *(e.new for e in op.effects))}
+        forward = graph.ops[: graph.boundary]
+        in_forward = {v for op in forward for v in (*op.outputs, *(e.new for e in op.effects))}
         for_good, versions, in_backward = bool(traced.reassigned), set[int](), set[str]()
         first, in_one_memory = list[int](), dict[int, set[int]]()  # values by the first that had their memory
         for index, value in enumerate(graph.values):
@@ -54,14 +55,9 @@ class Written:
                 for_good |= any(s.kind in ("input", "constant") and s.name not in in_backward for s in sources)
                 names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
                 versions |= later
-        readers = [
-            op
-            for op in graph.ops[: graph.boundary]
-            if versions & set(op.inputs)
-            and not versions.issuperset(op.outputs)
-            and versions.isdisjoint(effect.new for effect in op.effects)
-        ]
-        return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good), frozenset(in_backward))
+        readers = [op for op in forward if versions & set(op.inputs) and not versions.issuperset(op.outputs)]
+        matters = for_good or any(versions.isdisjoint(effect.new for effect in op.effects) for op in readers)
+        return Written(tuple(dict.fromkeys(names)), for_good, matters, frozenset(in_backward))
 
 
 class Watched:

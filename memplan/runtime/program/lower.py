@@ -361,14 +361,9 @@ class _Lowering(ProgramNodes):
         if copies:
             began = tuple(self.carry(node) for node in self.staying.values())
             self.side.call(transfers.leave, (self._the_slab(), began, tuple(copies)))
-        positions, results = [], []
-        for gradient in self.traced.gradients:
-            for name, node in gradient.nodes:
-                kind, _, input_name = name.partition(" ")
-                if kind == "input":
-                    results.append(self.tensor(node, gradient.value))
-                    sources = (r for r in self.traced.residents.values() if r.kind == "input")
-                    positions.append(next(r.position for r in sources if r.name == input_name))
+        positions = {f"input {r.name}": r.position for r in self.traced.residents.values() if r.kind == "input"}
+        named = [(name, node, g.value) for g in self.traced.gradients for name, node in g.nodes if name in positions]
+        results = [self.tensor(node, value) for _, node, value in named]
         with_gradient = [name for gradient in self.traced.gradients for name in gradient.parameters]
         saved = list(self.carried)
         return Program(
@@ -380,7 +375,7 @@ class _Lowering(ProgramNodes):
             backward_state=tuple(dict.fromkeys([*self.backward.state_names, *with_gradient])),
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
             input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
-            gradients=(*positions, *self.returned),
+            gradients=(*(positions[name] for name, *_ in named), *self.returned),
             grads=self.grads,
             collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
             staying=tuple(map(self._parameter, self.staying)),

@@ -66,10 +66,8 @@ class Outputs:
         gradients that arrive for some of them are not all that eager's would be. It keeps only their memory alive,
         which the plan holds until backward ends anyway.
         """
-        looked_at, names = [_NEVER], self.names
-        onlookers = {
-            i: _Onlookers(names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None
-        }
+        number, names = [_NEVER], self.names
+        onlookers = {i: _Onlookers(names[i], tensors[i], number) for i in self.inner if tensors[i].grad_fn is not None}
         groups = [_SharedOutputs([names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared]
 
         def check(outputs: Outputs, reached: Collection[int]) -> None:

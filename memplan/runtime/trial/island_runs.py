@@ -308,9 +308,8 @@ class IslandRuns(private.RealOps):
             return
         inside = set(module.modules())
         others = [p for m in self._model.modules() if m not in inside for p in m._parameters.values() if p is not None]
-        if {id(p) for p in others} & set(map(id, module.parameters())) or any(
-            c.called == island.called for c in self._calls
-        ):
+        before = any(c.called == island.called for c in self._calls)
+        if before or {id(p) for p in others} & set(map(id, module.parameters())):
             raise Refusal(f"{island.function} shares parameters, whose casts autocast shares too")
 
     def _look(
@@ -354,10 +353,8 @@ class IslandRuns(private.RealOps):
                 raise Refusal(f"{island.title} reads a tensor that requires grad, and that it is not given")
             if island.loose and any(type(o) in (int, float) for o in facts.outputs):
                 raise Refusal(f"{island.title} returns numbers that depend on data")
-            island.alike &= all(
-                first is None or same_bits(first, second)
-                for first, second in zip(outputs, pytree.tree_leaves(returned))
-            )
+            both = zip(outputs, pytree.tree_leaves(returned))
+            island.alike &= all(first is None or same_bits(first, second) for first, second in both)
             island.repeats = island.alike and not island.once and not island.writes
             if (island.loose or island.varies) and any(facts.differentiable):
                 del results, ticket, sources, outputs
