@@ -289,9 +289,7 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     return or_raise(plan_or_refusal(model, sample, budget, **settings))
 
 
-def plan_or_refusal(
-    model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **settings: Any
-) -> Plan | Refused:
+def plan_or_refusal(model: nn.Module, sample: Sample, budget: BudgetLike | None, **settings: Any) -> Plan | Refused:
     """What `plan` returns or raises, as a result."""
     refuse_no_module(model)
     budget = named_budget(budget, model, settings.get("device"))

@@ -173,9 +173,8 @@ class StepChoice:
         if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
             now = ", ".join(call.paths)
             why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
-            self.voice.warn(
-                {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
-            )
+            text = f"planned again, because arguments are passed in another way, now as {now}. {why}"
+            self.voice.warn({"passing": text})
         if self.known.kinds == _MANY_KINDS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
@@ -328,7 +327,3 @@ class StepChoice:
         if again:
             self.voice.warn({"again": _AGAIN})
         self.voice.warn(self._shared.news(step, self._held.parameters if self._held.exist or again else ()))
-
-    def tell_once(self, subject: str, around: str) -> None:
-        """Warn once that the model runs unplanned under something that is around the call."""
-        self.voice.warn({subject: f"the model runs unplanned under {around}"})

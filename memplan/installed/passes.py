@@ -52,10 +52,8 @@ class UnplannedPasses:
                 begun.pop().close()
 
         self._beside.append(module)
-        hooks = (
-            module.register_forward_pre_hook(begin, with_kwargs=True),
-            module.register_forward_hook(end, always_call=True),
-        )
+        first = module.register_forward_pre_hook(begin, with_kwargs=True)
+        hooks = first, module.register_forward_hook(end, always_call=True)
 
         def undo() -> None:
             self._beside.remove(module)

@@ -130,7 +130,7 @@ class PlannedForward:
         }
         for subject, reason in around.items():
             if isinstance(reason, str):
-                self.choice.tell_once(subject, reason)
+                self.choice.voice.warn({subject: f"the model runs unplanned under {reason}"})
                 return True
         return False
 

@@ -74,7 +74,7 @@ class Recovery:
                     other = step
                 elif not isinstance(problem, PlanMismatch):
                     self.prepare_replan(problem, step, repeats)
-                    other = or_raise(self._planned_for(step, call, tangents, state.autocast))
+                    other = or_raise(self._planned_for(step, call, tangents, state.autocast, Varying()))
                 elif not repeats or self._choice.on_mismatch == "raise":
                     why = f"Forward can't run again for it, because {why}"
                     why = "on_mismatch is 'raise'" if self._choice.on_mismatch == "raise" else why
@@ -117,12 +117,7 @@ class Recovery:
         return planned
 
     def _planned_for(
-        self,
-        step: PlannedStep,
-        call: Call,
-        tangents: Tangents,
-        backward: Autocast | None,
-        may_vary: Varying = frozenset(),
+        self, step: PlannedStep, call: Call, tangents: Tangents, backward: Autocast | None, may_vary: Varying
     ) -> PlannedStep | Refused:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
 

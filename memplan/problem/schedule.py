@@ -180,9 +180,8 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
 
 def order_of(schedule: Schedule) -> tuple[int, ...]:
     """The order of ops in a schedule, `BOUNDARY` among them."""
-    return tuple(
-        step.op if isinstance(step, Compute) else BOUNDARY for step in schedule if isinstance(step, (Compute, Boundary))
-    )
+    ran = (step for step in schedule if isinstance(step, (Compute, Boundary)))
+    return tuple(step.op if isinstance(step, Compute) else BOUNDARY for step in ran)
 
 
 def update_positions(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
