@@ -28,11 +28,9 @@ def model_device(model: nn.Module) -> torch.device:
     if not devices:
         raise UnsupportedModel("the model has neither parameters nor buffers; there is nothing to train")
     (device,) = devices
-    if device.type == "meta":
-        raise UnsupportedModel(
-            "the model is on the meta device; materialise it first (model.to_empty), then load weights"
-        )
-    return device
+    if device.type != "meta":
+        return device
+    raise UnsupportedModel("the model is on the meta device; materialise it first (model.to_empty), then load weights")
 
 
 def check_devices(call: Call, device: torch.device, given: bool) -> None:
@@ -112,12 +110,8 @@ def refuse_wrappers(model: nn.Module, islands: Islands = NO_ISLANDS) -> None:
                 f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
                 "torch.no_grad(), before you plan it"
             )
-    compiled = [
-        name
-        for name, module in model.named_modules()
-        if private.runs_compiled(module) or (module is model and private.is_compiled(model))
-        if not islands.has(name)
-    ]
+    outside = [(name, module) for name, module in model.named_modules() if not islands.has(name)]
+    compiled = [n for n, m in outside if private.runs_compiled(m) or (m is model and private.is_compiled(model))]
     if compiled:
         raise Refusal(
             f"module {compiled[0] or type(model).__name__} is compiled, and a plan of eager kernels would lose what "

@@ -164,13 +164,9 @@ class AttributesKept:
         self.set_anew: tuple[SetValue, ...] = ()
         self._counted: Callable[[], bool] = bool
         self.counted_in_forward = False  # all that `counting` was told of, when forward ended
-        self._generators = {
-            id(leaf): (name, leaf, _drawn_from(leaf))
-            for name, _, before in self._tables
-            for value in before.values()
-            for leaf in leaves_of(value, DEEPEST)
-            if isinstance(leaf, GENERATORS)
-        }
+        values = ((name, value) for name, _, before in self._tables for value in before.values())
+        leaves = ((name, leaf) for name, value in values for leaf in leaves_of(value, DEEPEST))
+        self._generators = {id(g): (name, g, _drawn_from(g)) for name, g in leaves if isinstance(g, GENERATORS)}
         found = (pair for name, table, _ in self._tables for pair in _containers(name, table, unchecked))
         self._containers = {id(c): (path, c, copied(c)) for path, c in found}
         classes = ((kind.__name__, vars(kind), before) for kind, before in self._classes)
@@ -343,14 +339,11 @@ class AttributesKept:
 
     def restore(self) -> None:
         """Put back what there was."""
-        self.added_hooks = tuple(
-            AddedHook(name, kind, key, hook)
-            for name, kind, table, before in self._hooks
-            for key, hook in table.items()
-            if key not in before
-        )
-        for added in self.added_hooks:
-            next(table for name, kind, table, _ in self._hooks if (name, kind) == added[:2]).pop(added.key)
+        added = list[AddedHook]()
+        for name, of_hooks, hooks, were in self._hooks:
+            for key in [k for k in hooks if k not in were]:
+                added.append(AddedHook(name, of_hooks, key, hooks.pop(key)))
+        self.added_hooks = tuple(added)
         for _, _, members, before in self._members:
             if _exchanged(members, before):
                 _restore(members, before)

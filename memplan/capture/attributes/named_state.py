@@ -55,8 +55,7 @@ _MOST = 256  # values of a container that are looked at for functions
 
 def is_of_library(frame: FrameType) -> bool:
     """Whether a frame runs code of PyTorch, the standard library or memplan."""
-    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return top in _LIBRARIES
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _LIBRARIES
 
 
 @dataclass(slots=True)
@@ -334,11 +333,8 @@ def _counts(value: Any, owned: bool) -> bool:
     """
     if isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None))):
         return True
-    return (
-        owned
-        and not isinstance(value, _CODE)
-        and (isinstance(value, (*_CONTAINERS, *_NAMESPACES, *GENERATORS)) or _is_own(type(value)))
-    )
+    kinds = (*_CONTAINERS, *_NAMESPACES, *GENERATORS)
+    return owned and not isinstance(value, _CODE) and (isinstance(value, kinds) or _is_own(type(value)))
 
 
 def _function(value: Any) -> Any:

@@ -40,6 +40,7 @@ CHECKED_ELSEWHERE = frozenset(
     }
 )  # fmt: skip
 _OF_HOOKS = "__composable_api"  # what fully_shard's hooks keep on a module: forward itself never sees it
+_OF_PYTHON = ("torch.", "builtins", "collections", "abc", "typing")  # modules whose classes are taken to stay
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 DEEPEST = 5
 ABSENT = object()
@@ -97,12 +98,8 @@ def attribute_owners(
             for path, thing in _objects(value, f"{title}: {key}", seen, DEEPEST):
                 found.append((path, thing))
                 classes.update(dict.fromkeys(type(thing).__mro__))
-    found += [
-        (f"class {c.__module__}.{c.__qualname__}", c)
-        for c in classes
-        if not c.__module__.startswith(("torch.", "builtins", "collections", "abc", "typing"))
-    ]
-    return found
+    own = (kind for kind in classes if not kind.__module__.startswith(_OF_PYTHON))
+    return [*found, *((f"class {kind.__module__}.{kind.__qualname__}", kind) for kind in own)]
 
 
 def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
@@ -154,20 +151,18 @@ _OF_NO_CONCERN = CHECKED_ELSEWHERE | {"forward"}  # which is exchanged while the
 
 def attributes_in_short(module: nn.Module) -> tuple[Any, ...]:
     """Modes and attributes of a module and those in it, as far as they are cheap to compare."""
-    return tuple(
-        (inner.training, tuple((k, _in_short(v)) for k, v in vars(inner).items() if k not in _OF_NO_CONCERN))
-        for inner in module.modules()
-    )
+    return tuple((inner.training, _table_in_short(vars(inner))) for inner in module.modules())
 
 
 def state_in_short(module: nn.Module, run: Any = None) -> tuple[Any, ...]:
     """Python state that the code of a module, or of `run`, may read, as far as it is cheap to compare."""
     sharded = {name for name, p in module.named_parameters() if private.is_sharded(p)}  # which are whole while it runs
-    return tuple(
-        (name, tuple((k, _in_short(v)) for k, v in table.items() if k not in _OF_NO_CONCERN))
-        for name, table in attribute_tables(module, run=run)
-        if name not in sharded
-    )
+    tables = attribute_tables(module, run=run)
+    return tuple((name, _table_in_short(table)) for name, table in tables if name not in sharded)
+
+
+def _table_in_short(table: Table) -> tuple[tuple[str, Any], ...]:
+    return tuple((key, _in_short(value)) for key, value in table.items() if key not in _OF_NO_CONCERN)
 
 
 def has_traced_tensors(module: nn.Module, run: Any = None) -> bool:

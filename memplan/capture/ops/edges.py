@@ -42,8 +42,7 @@ class Edges:
 
     def into(self, node: Any, number: int) -> list[Edge]:
         """(node, which of its gradients) for the tensor that is result `number` of `node`."""
-        found = self._into.get((node, number), [])
-        return sorted(found, key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
+        return sorted(self._into.get((node, number), []), key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
 
     def uses(self, tensor: torch.Tensor, starts: Iterable[Any]) -> int:
         """How many gradients are added up for `tensor`, which may be among the starts."""

@@ -149,8 +149,7 @@ class Island(IslandCall):
             raise self._other(f"{self.title} saves other tensors than rules tell for this size")
         if not self.looked_at:
             self.varies = True
-            most = tuple(map(max, planned.uses, facts.uses))
-            self.forward_facts = dataclasses.replace(planned, uses=most)
+            self.forward_facts = dataclasses.replace(planned, uses=tuple(map(max, planned.uses, facts.uses)))
         else:
             self._check_uses(facts.uses, planned.uses)
         known = {source for source in planned.kept if source[0] == "input" or source[1] < facts.made}

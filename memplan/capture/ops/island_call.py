@@ -129,8 +129,7 @@ class SizeRules:
             # The margin is for rounding; of little scratch it would hide squares.
             if any(n > most + min(SCRATCH_MARGIN_BYTES, most / _ROUNDED) for n, most in scratch):
                 raise private.FixedSize(f"{refused} it needs memory that grows faster than what it is given and gives")
-        rows = zip(*(numbers_in(s.facts) for s in seen), strict=True)
-        rules = [_rule(row, columns) for row in rows]
+        rules = [_rule(row, columns) for row in zip(*(numbers_in(s.facts) for s in seen), strict=True)]
         found = iter([rule for rule in rules if rule is not None])
         if None in rules:
             raise private.FixedSize(f"{refused} sizes of what it gives follow no rule")

@@ -159,10 +159,8 @@ class SymbolicInputs:
         """
         if FROM_DATA not in self._varying:
             return list(real.shape), list(real.stride())
-        shape = [
-            self._symbol(DataSize(read, i), n) if private.depends_on_data(fake.shape[i]) else fake.shape[i]
-            for i, n in enumerate(real.shape)
-        ]
+        pairs = enumerate(zip(real.shape, fake.shape, strict=True))
+        shape = [self._symbol(DataSize(read, i), n) if private.depends_on_data(m) else m for i, (n, m) in pairs]
         if not real.numel():  # then none of its sizes that depend on data is a symbol
             return shape, list(real.stride())
         stride, following = [1] * real.dim(), 1

@@ -101,8 +101,7 @@ class MadeTensors:
         return found
 
     def _there(self) -> list[torch.Tensor]:
-        found = {id(t): t for ref in self._made if (t := ref()) is not None}
-        return list(found.values())
+        return list({id(t): t for ref in self._made if (t := ref()) is not None}.values())
 
 
 def _in_words(holder: Any) -> str:

@@ -360,11 +360,9 @@ def _handed_by(frame: FrameType | None, static: Sequence[Any]) -> set[NamedOn]:
         return set()
     values = {**frame.f_globals, **frame.f_locals}
     on_line = names_by_line(frame.f_code).get(frame.f_lineno, {})
-    return {
-        NamedOn(frame.f_code, frame.f_lineno, name)
-        for name, count in on_line.items()
-        if count == 1 and any(values.get(name, values) is thing for thing in static if not is_lasting(thing))
-    }
+    given = {id(thing) for thing in static if not is_lasting(thing)}
+    handed = (name for name, count in on_line.items() if count == 1 and id(values.get(name, values)) in given)
+    return {NamedOn(frame.f_code, frame.f_lineno, name) for name in handed}
 
 
 def is_lasting(thing: Any) -> bool:

@@ -37,12 +37,8 @@ class Autocast:
 
     @staticmethod
     def ambient(device_type: str) -> Autocast:
-        return Autocast(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
+        enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        return Autocast(device_type, enabled, dtype, torch.is_autocast_cache_enabled())
 
     @staticmethod
     def of_backward(device_type: str) -> Autocast | None:
@@ -53,9 +49,7 @@ class Autocast:
         return Autocast.ambient(device_type) if torch.is_autocast_enabled(device_type) else None
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
-        )
+        return torch.autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
 def modes_at(device_type: str) -> tuple[Autocast, bool]:

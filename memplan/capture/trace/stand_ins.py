@@ -189,7 +189,6 @@ def _exchange(tensor: torch.Tensor, value: Any) -> None:
 
 
 def _retain(tensor: torch.Tensor) -> None:
-    if not tensor.is_leaf:
-        raise UnsupportedModel(
-            f"forward retains the gradient of a tensor, at {caller_line()}; a planned step would not"
-        )
+    if tensor.is_leaf:
+        return
+    raise UnsupportedModel(f"forward retains the gradient of a tensor, at {caller_line()}; a planned step would not")
