@@ -324,8 +324,7 @@ class _Lowering(ProgramNodes):
         self.side = self.backward = Side()
         self.sink = self.side.placeholder("sink")
         for value, instance in self.live.items():
-            roots = self.traced.roots[value]
-            self.live[value] = {n: p for n, p in instance.items() if n in roots}
+            self.live[value] = {n: p for n, p in instance.items() if n in self.traced.roots[value]}
         for index, output in enumerate(self.traced.outputs):
             if output.tangent is not None:
                 tangent = self.side.placeholder(f"tangent_{index}")

@@ -50,8 +50,7 @@ class ParameterStore:
         for name in names:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            home = module._parameters if leaf in module._parameters else module._buffers
-            self._homes[name] = (home, leaf)
+            self._homes[name] = (module._parameters if leaf in module._parameters else module._buffers, leaf)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         home, leaf = self._homes[name]  # as `parameter` does: this runs several times a step for each of them

@@ -67,9 +67,5 @@ class WrittenArguments:
         changed = [i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
         there = [t for t in (*self._all, *outputs) if isinstance(t, torch.Tensor) and has_memory(t)]
         keys = [storage_key(t) for t in there]
-        return tuple(
-            (i, place)
-            for i in changed
-            for place, output in enumerate(outputs)
-            if output is self._tensors[i] and keys.count(storage_key(output)) == 2
-        )
+        pairs = ((i, place) for i in changed for place, output in enumerate(outputs) if output is self._tensors[i])
+        return tuple((i, place) for i, place in pairs if keys.count(storage_key(outputs[place])) == 2)

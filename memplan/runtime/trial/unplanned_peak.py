@@ -120,10 +120,8 @@ def bits_of(thing: Any) -> tuple[Any, ...]:
     found = list[Any]()
     for leaf in pytree.tree_leaves(thing):
         if isinstance(leaf, torch.Tensor):
-            bits = b"".join(
-                part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-                for part in strided_parts(private.part_here(leaf))
-            )
+            parts = (part.detach().cpu().contiguous().flatten() for part in strided_parts(private.part_here(leaf)))
+            bits = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
             found.append((leaf.dtype, tuple(leaf.shape), hashlib.blake2b(bits).digest()))
         else:
             found.append(leaf if is_plain(leaf) else type(leaf))

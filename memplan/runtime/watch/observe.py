@@ -77,8 +77,7 @@ class Observer:
         with self._half():
             yield
         if not self._steps:
-            on_cuda = self._device.type == "cuda"
-            peak_bytes = private.requested_bytes(self._device)[1] if on_cuda else 0
+            peak_bytes = private.requested_bytes(self._device)[1] if self._device.type == "cuda" else 0
             peak_bytes = peak_bytes if self._meter is None else self._meter.peak_bytes
             self._grown_bytes = peak_bytes - self._before_bytes
             self._meter = None
