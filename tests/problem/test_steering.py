@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memplan.config import Config
 from memplan.plans.plan import Plan
 from memplan.problem import reserved, steering
-from memplan.problem.caching_allocator import SMALL_BYTES, CachingAllocator, Segment, segment_bytes
+from memplan.problem.caching_allocator import SMALL_BYTES, CachingAllocator
 from memplan.problem.data import Problem, Requests
 from memplan.problem.packing import LiveRange, Packing, most_alive, pack_slab
 from memplan.problem.reserved import reserved_bytes, steering_of
@@ -23,6 +23,7 @@ from memplan.problem.simulate import simulate, unplanned_step
 from memplan.problem.steering import Moment, Release, Request, _Holes, _Leader, _live_ranges, lead
 from memplan.solvers import solve_front
 from tests.problem.test_reserved import in_units
+from tests.support.allocator_traces import new_segment
 from tests.support.parameters import examples
 from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.support.reserved_loops import FOLDER
@@ -33,19 +34,13 @@ FUZZ = settings(max_examples=examples(60), deadline=None, derandomize=True, data
 PROBLEMS = {"llama": llama_like(4), "resnet": resnet_like((2, 2, 2, 2)), "unet": unet_like(4)}
 
 
-def arena(allocator: CachingAllocator, size_bytes: int) -> int:
-    """The address of a new segment of which nothing is held."""
-    allocator.restore([Segment(MIB, 0, False, False, ((segment_bytes(size_bytes), False, ""),))])
-    return MIB
-
-
 def led_blocks(moments: list[Moment], expandable: bool) -> tuple[int, int]:
     """The most bytes that the allocator reserves for moments that are led, and that live at one time."""
     found = lead([moments], expandable, frozenset())
     if found is None:  # some block has no place in any of those that were tried
         return 0, 1
     allocator = CachingAllocator(expandable)
-    start = arena(allocator, found.arena_bytes)
+    start = new_segment(allocator, found.arena_bytes)
     blocks: dict[int, int] = {}
     plugs: dict[int, int] = {}
     for index, events in moments:
@@ -159,7 +154,7 @@ def test_holes_are_those_of_the_allocator(seed: int, expandable: bool) -> None:
     draw = random.Random(seed)
     size_bytes = 256 * MIB
     allocator = CachingAllocator(expandable)
-    start = arena(allocator, size_bytes)
+    start = new_segment(allocator, size_bytes)
     holes = _Holes(512 if expandable else SMALL_BYTES + 1, {0: size_bytes}, {size_bytes: 0})
     live: list[int] = []
     for _ in range(200):

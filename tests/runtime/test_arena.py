@@ -15,6 +15,7 @@ from memplan import torch_private as private
 from memplan.problem.caching_allocator import CachingAllocator
 from memplan.problem.steering import GUARD_BYTES, Steering
 from memplan.runtime.host.arena import StepArena
+from tests.support.allocator_traces import new_segment
 
 MIB = 1 << 20
 
@@ -31,7 +32,7 @@ class _Pool:
         _Pool.made.append(self)
 
     def extend(self, size_bytes: int) -> int:
-        return self.allocator.extend(size_bytes, 0)
+        return new_segment(self.allocator, size_bytes)
 
     def enter(self) -> None:
         self.inside += 1

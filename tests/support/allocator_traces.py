@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from memplan import torch_private as private
-from memplan.problem.caching_allocator import CachingAllocator
+from memplan.problem.caching_allocator import CachingAllocator, Segment, segment_bytes
 
 NEEDS_ALLOCATOR = pytest.mark.skipif(
     hasattr(torch.cuda, "stand_in"), reason="the stand-in for a CUDA device has no caching allocator"
@@ -71,6 +71,13 @@ class _Placed(CachingAllocator):
 
     def _place(self, size_bytes: int) -> int:
         return self.places.pop() if self.places else super()._place(size_bytes)
+
+
+def new_segment(allocator: CachingAllocator, size_bytes: int) -> int:
+    """The address of a new segment for large blocks, of which nothing is held."""
+    address = allocator._end
+    allocator.restore([Segment(address, 0, False, False, ((segment_bytes(size_bytes), False, ""),))])
+    return address
 
 
 def first_difference(trace: Trace) -> str | None:

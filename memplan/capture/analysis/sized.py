@@ -19,7 +19,16 @@ from memplan import torch_private as private
 from memplan.capture.analysis.draft import tensor_in
 from memplan.capture.analysis.traced import Kernel, Made, MetaTensor, Traced
 from memplan.capture.ops.real_results import signature
-from memplan.capture.ops.sizes import Evaluation, Numbers, Sizes, TensorSizes, expression_of, expressions_in, put
+from memplan.capture.ops.sizes import (
+    CallSizes,
+    Evaluation,
+    Numbers,
+    Sizes,
+    TensorSizes,
+    expression_of,
+    expressions_in,
+    put,
+)
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
@@ -46,7 +55,7 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
             return MetaTensor(tuple(map(written, thing.size)), tuple(map(written, thing.stride)), thing.dtype)
         return expression_of(thing, symbols) if private.is_symbolic(thing) else thing
 
-    nodes, results = dict[str, Any](), dict[str, tuple[TensorSizes | None, ...]]()
+    nodes, results = dict[str, CallSizes](), dict[str, tuple[TensorSizes | None, ...]]()
     for node in traced.fx_graph.nodes:
         if expressions_in((node.args, node.kwargs)):
             nodes[node.name] = node.args, node.kwargs

@@ -402,7 +402,10 @@ def _restore(container: Any, before: Any) -> None:
         container[...] = before
         return
     container.clear()
-    (container.update if isinstance(container, (dict, set)) else container.extend)(before)
+    if isinstance(container, (dict, set)):
+        container.update(before)
+    else:
+        container.extend(before)
 
 
 def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[tuple[str, Any]]:
