@@ -29,7 +29,7 @@ from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.caching_allocator import Segment
 from memplan.problem.data import Costs, Problem, Requests
-from memplan.problem.reserved import STATE, holder_of
+from memplan.problem.reserved import GRADIENT, STATE, holder_of, state_of
 from memplan.runtime.program.sized_plan import SizedPlan
 
 
@@ -262,10 +262,13 @@ class Problems:
         found = [
             (inputs[source.position] if source.kind == "input" else tensors.get(source.name), holder_of(values[v]))
             for v, nodes in traced.roots.items()
-            for source in (residents[node] for node in nodes if node in residents)
+            for source in (residents[node] for node in nodes if node in residents and values[v].reuses is None)
         ]
-        states = () if optimizer is None else optimizer.state.values()
-        found += [(state, STATE) for of_one in states for state in of_one.values() if isinstance(state, torch.Tensor)]
+        names = {id(tensor): state_of(name) for tensor, name in found}
+        for parameter, state in () if optimizer is None else optimizer.state.items():
+            parts = [one for one in state.values() if isinstance(one, torch.Tensor)]
+            found += [(part, names.get(id(parameter), STATE)) for part in parts]
+        found += [(parameter.grad, GRADIENT) for parameter in self.model.parameters()]
         dense = [(tensor, name) for tensor, name in found if tensor is not None and tensor.layout is torch.strided]
         holders = {private.part_here(tensor).data_ptr(): name for tensor, name in dense}
         return tuple(Segment(*one) for one in private.reserved_before(traced.device, holders))

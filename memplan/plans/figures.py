@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -83,9 +83,9 @@ class PlanFigures:
         requests, enough_bytes = self.problem.requests, int((1 - _WORTH_TELLING) * self.reserved_bytes)
         if requests is None or self.peak_bytes > enough_bytes:
             return ""
-        other = not requests.expandable
-        steering = steering_of(self.problem, self.schedule, other)
-        other_bytes = reserved_bytes(self.problem, self.schedule, other, steering)
+        other, problem = not requests.expandable, replace(self.problem, requests=replace(requests, before=()))
+        steering = steering_of(problem, self.schedule, other)  # of a process that begins with it
+        other_bytes = reserved_bytes(problem, self.schedule, other, steering)
         text = f"{format_bytes(other_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:{other}"
         return text * (other_bytes <= enough_bytes)
 

@@ -138,6 +138,11 @@ def _wrong_in_costs(problem: Problem) -> Iterator[str]:
     counts = len(costs.time_s), len(costs.scratch_bytes), len(costs.requests) or len(graph.ops)
     if set(counts) != {len(graph.ops)}:
         yield f"costs of {counts[0]}, {counts[1]} and {counts[2]} ops for {len(graph.ops)} ops"
+    end = 0
+    for segment in sorted(problem.requests.before if problem.requests else (), key=lambda segment: segment.address):
+        if segment.address < end or not all(size_bytes for size_bytes, *_ in segment.blocks):
+            yield "segments of memory overlap, or have blocks of no bytes"
+        end = segment.address + sum(size_bytes for size_bytes, *_ in segment.blocks)
     for op, blocks in zip(graph.ops, costs.requests, strict=False):
         new = sum(graph.values[v].reuses is None for v in op.outputs)
         if any(name >= new or (name >= 0 and not size_bytes) for name, size_bytes in blocks):

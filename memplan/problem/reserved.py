@@ -9,19 +9,18 @@ libraries, then up to ten steps, in the first of which the optimizer makes its s
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, Segment, segment_bytes
 from memplan.problem.data import Graph, Problem, Requests, Value
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
-STATE = "optimizer's state"  # what holds a block, where it is not a value
+STATE, GRADIENT = "optimizer's state", "gradient"  # what holds a block, where it is not a value
 _MOST_STEPS = 10
 _WORTH_IT = 0.99  # of what is reserved without an arena
-_ARENA = 1  # the stream that stands for it
+_ARENA, _ARENA_ADDRESS = 1, 1 << 60  # the stream that stands for it, and an address that nothing else has
 
 
 def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:
@@ -48,11 +47,36 @@ def holder_of(value: Value) -> str:
     return f"{value.role} {value.name}"
 
 
+def state_of(holder: str) -> str:
+    """What the optimizer's state of a parameter is called. holder: what the parameter is called."""
+    return f"{STATE} of {holder}"
+
+
+def _held_bytes(problem: Problem) -> Counter[str]:
+    """Bytes of blocks that the process holds on the device before the loop, by holders."""
+    found = Counter[str]()
+    for size_bytes, held, name in (b for s in (problem.requests or Requests()).before for b in s.blocks):
+        found[name] += size_bytes * held
+    return found
+
+
+def _away(problem: Problem) -> set[str]:
+    """Holders that leave the device before the loop."""
+    names = [holder_of(value) for value in problem.graph.values if value.home != "device"]
+    return {*names, *map(state_of, names)}
+
+
+def _has_state(problem: Problem) -> bool:
+    """Whether all of the optimizer's state that it has made is on the device, and stays there. Else it counts twice."""
+    held, away = _held_bytes(problem), _away(problem)
+    made_bytes = sum(n for name, n in (problem.requests or Requests()).update if name < 0)
+    return sum(n for name, n in held.items() if name.startswith(STATE) and name not in away) >= made_bytes > 0
+
+
 def _foreign_bytes(problem: Problem) -> int:
     """What the process holds on the device that is not the loop's."""
-    own = {STATE, *map(holder_of, problem.graph.values)}
-    blocks = itertools.chain(*(segment.blocks for segment in (problem.requests or Requests()).before))
-    return sum(size_bytes for size_bytes, held, name in blocks if held and name not in own)
+    own = {GRADIENT, *_away(problem), *map(holder_of, problem.graph.values)}
+    return sum(n for name, n in _held_bytes(problem).items() if name not in own and not name.startswith(STATE))
 
 
 def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
@@ -67,9 +91,10 @@ def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_by
 
     Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
     """
-    allocator = CachingAllocator(expandable, limit_bytes + _foreign_bytes(problem))
+    limit_bytes += _foreign_bytes(problem)
+    allocator = CachingAllocator(expandable, limit_bytes)
     _Loop(problem, schedule, _Heap(allocator)).run(allocator)
-    return not allocator.refused
+    return not allocator.refused and allocator.peak_reserved_bytes <= limit_bytes
 
 
 def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steering | None:
@@ -135,8 +160,13 @@ class _Heap:
         if steering is not None:
             more = segment_bytes(steering.arena_bytes + GUARD_BYTES) - steering.arena_bytes - GUARD_BYTES
             blocks = ((steering.arena_bytes, False, ""), (GUARD_BYTES, True, ""), *[(more, False, "")] * bool(more))
-            allocator.restore([Segment(GUARD_BYTES, _ARENA, False, False, blocks)])
+            allocator.restore([Segment(_ARENA_ADDRESS, _ARENA, False, False, blocks)])
         self._plugs: dict[int, int] = {}  # addresses by offset
+
+    def give_back(self) -> None:
+        """Give cached memory back. What was reserved before does not count."""
+        self._allocator.empty_cache()
+        self._allocator.peak_reserved_bytes = self._allocator.reserved_bytes
 
     def begin(self, number: int) -> None:
         """A microbatch begins: the first since the optimizer's step, 0, or a further one."""
@@ -200,23 +230,30 @@ class _Trace(_Heap):
 
 
 def _begin(problem: Problem, allocator: _Heap) -> list[int]:
-    """What is there before a loop, as its process has it. Gives the addresses of the sample's inputs."""
-    requests, values = problem.requests or Requests(), problem.graph.values
-    there = allocator.restore(requests.before)
-    for value in values:
-        if value.home != "device":
-            for address in there.pop(holder_of(value), ()):
-                allocator.free(address)
+    """What is there before a loop, as its process has it. Gives the addresses of the sample's inputs.
+
+    What moves to the host has gone, and its memory was given back. Gradients of earlier steps go as the loop begins.
+    """
+    requests, graph = problem.requests or Requests(), problem.graph
+    there = _held_bytes(problem)
     for role in ("parameter", "buffer", "constant"):
-        _allocate(problem.graph, role, allocator, there)
+        _allocate(graph, role, allocator, there)
     allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
-    return _allocate(problem.graph, "input", allocator, there)
+    inputs = _allocate(graph, "input", allocator, there)
+    found = allocator.restore(requests.before)
+    for address in (address for name in _away(problem) for address in found.get(name, ())):
+        allocator.free(address)
+    allocator.give_back()
+    for address in found.get(GRADIENT, ()):
+        allocator.free(address)
+    names = {holder_of(value) for value in graph.values if value.role == "input"}
+    return inputs + [address for name in names for address in found.get(name, ())]
 
 
-def _allocate(graph: Graph, role: str, allocator: _Heap, there: Mapping[str, list[int]]) -> list[int]:
-    """Addresses of blocks for the values of a role that are on the device when a step begins. New ones unless there."""
+def _allocate(graph: Graph, role: str, allocator: _Heap, there: Collection[str]) -> list[int]:
+    """Addresses of new blocks for the values of a role that are on the device when a step begins, unless they exist."""
     values = [v for v in graph.values if v.role == role and v.home == "device" and v.reuses is None]
-    return [address for v in values for address in there.get(holder_of(v)) or [allocator.allocate(v.size_bytes)]]
+    return [allocator.allocate(v.size_bytes) for v in values if holder_of(v) not in there]
 
 
 class _Loop:
@@ -236,8 +273,9 @@ class _Loop:
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
         requests = problem.requests or Requests()
-        self.state, there = requests.state, any(b[2] == STATE for s in requests.before for b in s.blocks)
-        self.update_requests = [one for one in requests.update if one[0] >= 0 or not there]
+        made, has_state = requests.state, _has_state(problem)
+        self.state = {name: size for name, size in made.items() if name >= 0 or not has_state}
+        self.update_requests = [one for one in requests.update if one[0] in self.state or one[0] not in made]
         updated = Counter(v.size_bytes for v in self.graph.values if v.updates and v.home == "device")
         states = Counter(self.state.values())
         self.state_count = {size: states[size] // count for size, count in updated.items()}
@@ -303,7 +341,7 @@ class _Microbatch:
         self.allocator.begin(int(bool(loop.gradients)))
         for address in loop.returned:
             self.allocator.free(address)
-        self.inputs = _allocate(loop.graph, "input", self.allocator, {})
+        self.inputs = _allocate(loop.graph, "input", self.allocator, ())
         for address in loop.left:
             self.allocator.free(address)
         loop.returned, loop.left = [], []
@@ -311,19 +349,18 @@ class _Microbatch:
     def run(self, steps: Schedule, first: int) -> None:
         """Make the requests of these steps. first: the index of the first of them in the schedule."""
         outputs: tuple[int, ...] = ()
-        unread: list[int] = []  # outputs that are dropped at once: the program frees them after the op's inputs
+        unread: list[int] = []  # addresses of outputs that nobody reads: the program frees them after the op's inputs
         for index, step in enumerate(steps, first):
-            if unread and not isinstance(step, Drop):
-                self._free(unread)
-                unread = []
+            while unread and not isinstance(step, Drop):
+                self.allocator.free(unread.pop(0))
             self.allocator.step(index, step.op if isinstance(step, Compute) else None)
             match step:
                 case Compute(op):
-                    self._compute(op)
+                    unread = self._compute(op)
                     outputs = self.loop.graph.ops[op].outputs
                 case Drop(value):
-                    if value in outputs:
-                        unread.append(value)
+                    if value in outputs and value in self.held:
+                        unread.append(self.held.pop(value))
                     else:
                         self._free((value,))
                 case Prefetch(value):
@@ -333,7 +370,8 @@ class _Microbatch:
                         self.loop.stays[value] = self.allocator.allocate(self.values[value].size_bytes)
                 case SurfaceGrads(values):
                     self._surface(values)
-        self._free(unread)
+        for address in unread:
+            self.allocator.free(address)
         self.allocator.step(None, None)
 
     def finish(self, backward: Schedule) -> None:
@@ -358,11 +396,11 @@ class _Microbatch:
             if value in self.held:
                 self.allocator.free(self.held.pop(value))
 
-    def _compute(self, index: int) -> None:
-        """A run of an op. An output that is there already is made again and thrown away, as `simulate` says."""
+    def _compute(self, index: int) -> list[int]:
+        """A run of an op. An output that is there already is made again: gives addresses of what is thrown away."""
         op, costs = self.loop.graph.ops[index], self.loop.problem.costs
         made = [v for v in op.outputs if (taken := self.values[v].reuses) is None or taken in self.held]
-        thrown_away = [self.held[v] for v in made if v in self.held]
+        kept = {v: self.held[v] for v in made if v in self.held}
         scratch: dict[int, int] = {}
         new = [v for v in op.outputs if self.values[v].reuses is None]
         requests = costs.requests[index] if costs.requests else ()
@@ -382,8 +420,11 @@ class _Microbatch:
         for value in made:
             if (taken := self.values[value].reuses) is not None:
                 self.held[value] = self.held.pop(taken)
-        for address in (*scratch.values(), *thrown_away):
+        for address in scratch.values():
             self.allocator.free(address)
+        thrown_away = [self.held[value] for value in kept]
+        self.held |= kept
+        return thrown_away
 
     def _surface(self, values: Sequence[int]) -> None:
         """Hand gradients over. They are freed if they are added to earlier ones, or if somebody takes them."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from memplan.plans.plan import Plan
 from memplan.problem import reserved
 from memplan.problem.caching_allocator import CachingAllocator, Segment
-from memplan.problem.data import Costs, Graph, Op, Problem, Requests, Value
+from memplan.problem.data import Blocks, Costs, Graph, Op, Problem, Requests, Value
 from memplan.problem.reserved import reserved_bytes
 from memplan.problem.schedule import Boundary, Compute, Drop, Schedule, SurfaceGrads
 from memplan.problem.simulate import simulate, unplanned_step
@@ -166,24 +166,73 @@ def test_a_loop_begins_with_what_its_process_has_reserved() -> None:
     assert foreseen(p, (16, False, ""), other, x) == 12 + 16 + 3 + 20  # the next inputs take of the hole for the 15
 
 
+def began_with(problem: Problem, *blocks: tuple[int, bool, str], update: Blocks = ()) -> Problem:
+    """The problem of a process that has reserved one segment of these blocks, in MiB."""
+    segment = Segment(1 << 40, 0, False, False, tuple((size * MIB, *of) for size, *of in blocks))
+    return replace(problem, requests=Requests(before=(segment,), update=update))
+
+
 def test_a_state_that_is_there_is_not_made_again() -> None:
     problem, schedule = unplanned_step(in_units(unet_like(), MIB))
-    segment = Segment(1 << 40, 0, False, False, ((64 * MIB, True, reserved.STATE), (8 * MIB, True, "")))
-    there = Requests(update=((-1, 64 * MIB),))
-    made, known = (
-        replace(problem, extra_resident_bytes=64 * MIB, requests=one)
-        for one in (there, replace(there, before=(segment,)))
-    )
-    without = reserved_bytes(replace(problem, requests=Requests()), schedule, False)
-    assert reserved_bytes(known, schedule, False) == without + 64 * MIB >= reserved_bytes(made, schedule, False)
+    without = reserved_bytes(problem, schedule, False)
+    problem = replace(problem, extra_resident_bytes=64 * MIB)
+    there, other = (64, True, reserved.STATE), (8, True, "")
+    update = ((-1, 32 * MIB), (-2, 32 * MIB), (3, 6 * MIB), (3, 0))
+    assert reserved_bytes(began_with(problem, there, other, update=update), schedule, False) == without + 64 * MIB
+    half = began_with(problem, (32, True, reserved.STATE), other, update=update)  # the other half will come
+    assert reserved_bytes(half, schedule, False) >= without + 32 * MIB
 
 
-def test_parameters_that_leave_the_device_leave_holes() -> None:
+def test_a_state_that_is_there_is_not_made_where_parameters_are_updated_in_backward() -> None:
+    values = (Value("p", 64, "parameter", home="device"), Value("g", 64, "gradient", updates=True, home="device"))
+    ops = (Op("f", "f", "forward", (0,), ()), Op("b", "b", "backward", (0,), (1,)))
+    problem = in_units(Problem(Graph(values, ops, 1), Costs((1.0,) * 2, (0,) * 2), takes_gradients=True), MIB)
+    problem = replace(problem, extra_resident_bytes=128 * MIB)
+    schedule = (Compute(0), Boundary(), Compute(1), SurfaceGrads((1,)))
+    update = ((-1, 64 * MIB), (-2, 64 * MIB))
+    state = f"{reserved.STATE} of parameter p"
+    there = began_with(problem, (64, True, "parameter p"), (64, True, state), (64, True, state), update=update)
+    assert reserved_bytes(there, schedule, False) == 4 * 64 * MIB
+    assert reserved_bytes(replace(problem, requests=Requests(update=update)), schedule, False) == 4 * 64 * MIB
+
+
+def test_what_leaves_the_device_is_not_reserved() -> None:
     problem = in_units(Problem(Graph((Value("p", 12, "parameter", home="host"),), (), 0), Costs((), ())), MIB)
-    segment = Segment(1 << 40, 0, False, False, ((12 * MIB, True, "parameter p"), (8 * MIB, True, "")))
-    one = replace(problem, requests=Requests(before=(segment,)))
-    assert reserved_bytes(one, (Boundary(),), True) == 12 * MIB
+    state = f"{reserved.STATE} of parameter p"
+    alone = began_with(problem, (12, True, "parameter p"), (24, True, state))
+    assert reserved_bytes(alone, (Boundary(),), True) == 0
+    with_others = began_with(problem, (12, True, "parameter p"), (8, True, ""))  # a hole stays beside them
+    assert reserved_bytes(with_others, (Boundary(),), True) == 12 * MIB
     assert reserved_bytes(problem, (Boundary(),), True) == 0
+
+
+def test_gradients_of_earlier_steps_go_when_the_loop_begins() -> None:
+    values = [Value("p", 12, "parameter", home="device"), Value("a", 15)]
+    problem = in_units(
+        Problem(Graph(tuple(values), (Op("f", "f", "forward", (0,), (1,)),), 1), Costs((1.0,), (0,))), MIB
+    )
+    schedule = (Compute(0), Drop(1), Boundary())
+    before = began_with(problem, (12, True, "parameter p"), (16, True, reserved.GRADIENT), (8, True, ""))
+    assert reserved_bytes(before, schedule, True) == (12 + 16) * MIB  # there is room for a
+
+
+def test_what_the_process_has_without_a_name_gets_no_hole_of_its_own() -> None:
+    problem = in_units(Problem(Graph((Value("p", 64, "parameter", home="device"),), (), 0), Costs((), ())), MIB)
+    before = began_with(problem, (64, True, ""), (200, False, ""), (2, True, ""))  # the first is p
+    assert reserved_bytes(before, (Boundary(),), False) == (64 + 200) * MIB
+
+
+def test_a_value_that_is_there_stays_where_an_op_makes_it_again() -> None:
+    values = [Value("x", 3, "input", home="device"), Value("a", 4), Value("b", 2)]
+    op = Op("f", "f", "forward", (0,), (1, 2))
+    problem = in_units(Problem(Graph(tuple(values), (op,), 1), Costs((1.0,), (0,))), MIB)
+    allocator = _Noting()
+    loop = reserved._Loop(problem, (Compute(0), Drop(2), Compute(0), Boundary()), reserved._Heap(allocator))
+    microbatch = reserved._Microbatch(loop)
+    microbatch.run(loop.forward[:2], 0)
+    first = dict(microbatch.held)
+    microbatch.run(loop.forward[2:], 2)
+    assert microbatch.held[1] == first[1] and len(microbatch.held) == 2
 
 
 def test_an_optimizers_state_comes_after_backward_and_stays() -> None:

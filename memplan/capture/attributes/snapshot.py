@@ -31,7 +31,8 @@ class Snapshot:
         self, tables: list[tuple[str, Table]], model: nn.Module, reads: AttributeReads, ignored: Collection[str]
     ) -> None:
         unchecked = dict.fromkeys((id(vars(m)) for m in model.modules()), CHECKED_ELSEWHERE | frozenset(ignored))
-        unchecked[id(vars(model))] |= {"forward"}  # the model's own is what a plan replaces
+        root = id(vars(model))
+        unchecked[root] = unchecked.get(root, frozenset()) | {"forward"}  # the model's own is what a plan replaces
         self._entries = [_Entry(table, unchecked.get(id(table), frozenset()), reads.of(table)) for _, table in tables]
         self._titles = [title for title, _ in tables]
         self._glance: _Glance | None = None

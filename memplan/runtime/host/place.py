@@ -49,6 +49,8 @@ def place(
         if buffer.device.type != device.type:
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = buffer.to(device)
+    if host and device.type == "cuda":
+        torch.cuda.empty_cache()  # of what has moved, and what plans count on
 
 
 def materialise(

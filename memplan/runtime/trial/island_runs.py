@@ -353,8 +353,10 @@ class IslandRuns(private.RealOps):
                 raise Refusal(f"{island.title} reads a tensor that requires grad, and that it is not given")
             if island.loose and any(type(o) in (int, float) for o in facts.outputs):
                 raise Refusal(f"{island.title} returns numbers that depend on data")
-            both = zip(outputs, pytree.tree_leaves(returned))
-            island.alike &= all(first is None or same_bits(first, second) for first, second in both)
+            island.alike &= all(
+                first is None or same_bits(first, second)
+                for first, second in zip(outputs, pytree.tree_leaves(returned))
+            )
             island.repeats = island.alike and not island.once and not island.writes
             if (island.loose or island.varies) and any(facts.differentiable):
                 del results, ticket, sources, outputs
