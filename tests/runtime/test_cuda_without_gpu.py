@@ -28,9 +28,12 @@ from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import bench, libraries
 from memplan.costs.bench import Bench
 from memplan.costs.optimizer import _example, host_update_s_per_byte, optimizer_memory
+from memplan.errors import or_raise
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.automatic import automatic_bytes, prepare_allocator
+from memplan.planning.planner import Planner
 from memplan.planning.settings import Settings
+from memplan.problem.caching_allocator import Segment
 from memplan.problem.data import Costs, Problem, Requests
 from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
 from memplan.runtime.host.fetch import FetchedWhereUsed
@@ -721,3 +724,40 @@ def test_what_cuda_adds_in_any_order_is_kept() -> None:
         assert not other(aten.cumsum.default, (on_gpu, 0), {}, on_gpu)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# -- what the allocator has reserved ----------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_process_have_the_names_of_what_lies_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False)), torch.rand(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(x).sum().backward()
+    optimizer.step()
+    weight = model[0].weight
+    assert isinstance(weight, nn.Parameter) and weight.grad is not None
+    tensors = [weight, model[1].running_mean, x, optimizer.state[weight]["momentum_buffer"], weight.grad, torch.ones(9)]
+    blocks = [{"address": t.data_ptr(), "size": 32, "state": "active_allocated"} for t in tensors]  # type: ignore[union-attr, operator]
+    own = {"device": 0, "segment_pool_id": (0, 0), "segment_type": "small", "is_expandable": False}
+    segments = [
+        {**own, "address": 1, "stream": 7, "blocks": [*blocks, {"address": 9, "size": 64, "state": "inactive"}]},
+        {**own, "address": 2, "stream": 0, "is_expandable": True, "segment_type": "large", "blocks": blocks[:1]},
+        {**own, "address": 3, "stream": 7, "segment_pool_id": (0, 1), "blocks": blocks},
+        {**own, "address": 4, "stream": 7, "device": 1, "blocks": blocks},
+        {**own, "address": 5, "stream": 7, "blocks": [{"address": 0, "size": 1 << 60, "state": "active_allocated"}]},
+    ]
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    planner = Planner(model, model.forward, Settings("min", optimizer=optimizer, costs="estimate"))
+    captured = or_raise(planner.capturing.capture((x,)))
+    first, second, several = planner._problems._segments(captured)
+    names = [
+        "parameter 0.weight", "buffer 1.running_mean", "input input",
+        "optimizer's state of parameter 0.weight", "gradient", "",
+    ]  # fmt: skip
+    assert first == Segment(1, 0, True, False, (*((32, True, name) for name in names), (64, False, "")))
+    assert second == Segment(2, 2, False, True, ((32, True, "parameter 0.weight"),))
+    assert several.blocks == ((1 << 60, True, ""),)
