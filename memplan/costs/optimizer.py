@@ -54,9 +54,9 @@ def optimizer_memory(
             group["params"] = here
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
         there = tuple((-1 - i, n) for i, n in enumerate(_state_sizes(twin, device)))  # if it has stepped before
-        before_bytes = _state_bytes(twin, device)  # wherever it is now: it moves with its parameters before a step
+        before_bytes = sum(_state_sizes(twin, device))  # wherever it is now: it moves with its parameters before a step
         meter = _step(twin, device)
-        state_bytes = _state_bytes(twin, device)
+        state_bytes = sum(_state_sizes(twin, device))
         step_bytes = max(0, meter.peak_bytes - (state_bytes - before_bytes))
         return OptimizerMemory(state_bytes, step_bytes, (*there, *meter.requests))
 
@@ -79,9 +79,9 @@ def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
                     alone = _copied(twin)
                     alone.param_groups = [{**fakes, "params": [fake]}]
                     alone.state = defaultdict(dict, {fake: twin.state[fake]} if fake in twin.state else {})
-                    before_bytes = _state_bytes(alone, device)
+                    before_bytes = sum(_state_sizes(alone, device))
                     peak_bytes = _step(alone, device).peak_bytes
-                    known[key] = max(0, peak_bytes - (_state_bytes(alone, device) - before_bytes))
+                    known[key] = max(0, peak_bytes - (sum(_state_sizes(alone, device)) - before_bytes))
                 found[parameter] = known[key]
     return found
 
@@ -106,7 +106,7 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
         twin = _example(optimizer, group, largest.dtype)
         _step(twin, cpu)  # makes the state
         if group.get("fused"):  # one op, which by its schema writes to gradients too
-            traffic_bytes = 3 * size_bytes + 2 * _state_bytes(twin, cpu)
+            traffic_bytes = 3 * size_bytes + 2 * sum(_state_sizes(twin, cpu))
         else:
             traffic_bytes = _step(twin, cpu).traffic_bytes
     return traffic_bytes / size_bytes / Roofline().bytes_per_s
@@ -196,10 +196,6 @@ def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     own = {**vars(optimizer), **vars(twin)}
     vars(twin).update({n: copy.copy(v) if isinstance(v, (list, dict, set, deque)) else v for n, v in own.items()})
     return twin
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    return sum(_state_sizes(optimizer, device))
 
 
 def _state_sizes(optimizer: torch.optim.Optimizer, device: torch.device) -> list[int]:

@@ -19,8 +19,7 @@ _SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by 
 
 def has_varying_islands(step: PlannedStep) -> bool:
     """Whether a call that could not be traced saves more or less from step to step."""
-    kernels = step.capture.traced.kernels
-    return any(isinstance(k.target, IslandKernel) and k.target.island.varies for k in kernels)
+    return any(isinstance(k.target, IslandKernel) and k.target.island.varies for k in step.capture.traced.kernels)
 
 
 class Comparison:

@@ -30,7 +30,7 @@ _ADDRESS_SPACE_BYTES = 1 << 46  # of one expandable segment: more than any devic
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A segment of which something is held; of one that expands, a range of pages with memory behind them.
+    """A segment that holds something, or of one that expands, a range of pages with memory behind them.
 
     - stream: 0 is that of the steps.
     - small: it is for small requests.

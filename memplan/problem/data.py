@@ -398,8 +398,7 @@ class Problem:
     @property
     def host_update_s(self) -> float:
         """Seconds that the CPU takes to update parameters that live on the host."""
-        values = self.graph.values
-        sent_bytes = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
+        sent_bytes = sum(v.size_bytes for v in self.graph.values if v.role == "gradient" and v.home == "host")
         return sent_bytes * self.host_update_s_per_byte
 
     def bytes_after(self, stays: bool) -> int:

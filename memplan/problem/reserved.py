@@ -3,7 +3,7 @@
 Budgets and peaks count allocated bytes. What a device runs out of is reserved bytes: allocated ones, what rounding
 adds, and holes between blocks that no request fits. Where the holes are depends on all requests before. So a whole
 training loop is replayed: what the process has reserved when the model is planned, or new parameters, workspaces of
-libraries, then up to ten steps, in the first of which the optimizer makes its state.
+libraries, then up to ten steps. In the first, the optimizer makes its state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Reques
 STATE, GRADIENT = "optimizer's state", "gradient"  # what holds a block, where it is not a value
 _MOST_STEPS = 10
 _WORTH_IT = 0.99  # of what is reserved without an arena
-_ARENA, _ARENA_ADDRESS = 1, 1 << 60  # the stream that stands for it, and an address that nothing else has
+_ARENA = 1  # the stream that stands for it
+_ARENA_ADDRESS, _BEFORE = (
+    1 << 59,
+    1 << 60,
+)  # apart from what is made first; the second is added to a process's addresses
 
 
 def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:
@@ -240,7 +244,7 @@ def _begin(problem: Problem, allocator: _Heap) -> list[int]:
         _allocate(graph, role, allocator, there)
     allocator.allocate(max(0, problem.extra_resident_bytes - requests.held_bytes))  # an engine's
     inputs = _allocate(graph, "input", allocator, there)
-    found = allocator.restore(requests.before)
+    found = allocator.restore([dataclasses.replace(s, address=s.address + _BEFORE) for s in requests.before])
     for address in (address for name in _away(problem) for address in found.get(name, ())):
         allocator.free(address)
     allocator.give_back()

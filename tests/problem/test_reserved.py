@@ -201,9 +201,22 @@ def test_what_leaves_the_device_is_not_reserved() -> None:
     state = f"{reserved.STATE} of parameter p"
     alone = began_with(problem, (12, True, "parameter p"), (24, True, state))
     assert reserved_bytes(alone, (Boundary(),), True) == 0
-    with_others = began_with(problem, (12, True, "parameter p"), (8, True, ""))  # a hole stays beside them
+    with_others = began_with(problem, (12, True, "parameter p"), (8, True, ""))  # which keep the segment
     assert reserved_bytes(with_others, (Boundary(),), True) == 12 * MIB
     assert reserved_bytes(problem, (Boundary(),), True) == 0
+
+
+def test_what_a_replay_makes_lies_apart_from_what_the_process_has() -> None:
+    graph = Graph(
+        (Value("p", 12, "parameter", home="device"), Value("a", 30)), (Op("f", "f", "forward", (0,), (1,)),), 1
+    )
+    problem = in_units(Problem(graph, Costs((1.0,), (0,)), extra_resident_bytes=20 * MIB), MIB)
+    segment = Segment(22 * MIB, 0, False, False, ((12 * MIB, True, "parameter p"), (8 * MIB, True, "")))
+    problem = replace(problem, requests=Requests(True, before=(segment,)))
+    allocator = CachingAllocator(True)
+    loop = reserved._Loop(problem, (Compute(0), Boundary()), reserved._Heap(allocator))
+    reserved._Microbatch(loop).run(loop.forward, 0)
+    assert len(allocator._held) == 4 and allocator.allocated_bytes == (20 + 12 + 8 + 30) * MIB
 
 
 def test_gradients_of_earlier_steps_go_when_the_loop_begins() -> None:

@@ -74,7 +74,7 @@ class _Placed(CachingAllocator):
 
 
 def new_segment(allocator: CachingAllocator, size_bytes: int) -> int:
-    """The address of a new segment for large blocks, of which nothing is held."""
+    """The address of a new segment for large blocks. All of it is free."""
     address = allocator._end
     allocator.restore([Segment(address, 0, False, False, ((segment_bytes(size_bytes), False, ""),))])
     return address
