@@ -132,23 +132,26 @@ def _run_microbatches(loop: _Loop) -> None:
         microbatch.finish(loop.backward)
 
 
-def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int]) -> list[list[Moment]]:
+def _microbatches(problem: Problem, schedule: Schedule, outside: Collection[int]) -> list[list[Moment]]:
     """What microbatches between two optimizer's steps ask an arena for: one, and a further one if they add up."""
     trace = _Trace(CachingAllocator(expandable=True), outside)
     _run_microbatches(_Loop(problem, schedule, trace))
     return [[(index, tuple(events)) for index, events in moments.items()] for moments in trace.microbatches]
 
 
-def _makers_of_outputs(problem: Problem) -> frozenset[int]:
-    """Ops that make large blocks which the caller holds: those may be there when the next step begins."""
+def _makers_of_outputs(problem: Problem) -> dict[int, tuple[int, ...]]:
+    """Ops that make large blocks which the caller holds, the largest first, and the bytes of these.
+
+    They may be there when the next step begins.
+    """
     values, producers = problem.graph.values, problem.graph.producers()
-    found = set[int]()
+    found: dict[int, tuple[int, ...]] = {}
     for value in problem.graph.outputs:
         while (before := values[value].reuses) is not None:
             value = before
         if (maker := producers[value]) is not None and values[value].size_bytes > SMALL_BYTES:
-            found.add(maker)
-    return frozenset(found)
+            found[maker] = *found.get(maker, ()), values[value].size_bytes
+    return dict(sorted(found.items(), key=lambda item: -max(item[1])))
 
 
 class _Heap:
@@ -166,6 +169,7 @@ class _Heap:
             blocks = ((steering.arena_bytes, False, ""), (GUARD_BYTES, True, ""), *[(more, False, "")] * bool(more))
             allocator.restore([Segment(_ARENA_ADDRESS, _ARENA, False, False, blocks)])
         self._plugs: dict[int, int] = {}  # addresses by offset
+        self._places: dict[int, list[int]] = {}  # addresses of blocks where outputs will be, by op
 
     def give_back(self) -> None:
         """Give cached memory back. What was reserved before does not count."""
@@ -179,6 +183,7 @@ class _Heap:
         self._plugs.clear()
         if self._steering is not None:
             self._moves = self._steering.moves[min(number, len(self._steering.moves) - 1)]
+            self._places = {op: [*map(self.allocate, sizes)] for op, sizes in self._steering.outside.items()}
 
     def step(self, index: int | None, op: int | None) -> None:
         """The next requests are those of a step of the schedule, and of this op; None: of the caller."""
@@ -191,7 +196,10 @@ class _Heap:
                 self._plugs[offset] = self.allocate(size_bytes)
             else:
                 self._allocator.free(self._plugs.pop(offset))
-        self._pool = 0 if op in self._steering.outside else _ARENA
+        if op in self._steering.outside:
+            self._pool = 0
+            for address in self._places.pop(op, ()):
+                self._allocator.free(address)
 
     def allocate(self, size_bytes: int) -> int:
         """A name of a new block; 0 for 0 bytes."""
@@ -206,7 +214,7 @@ class _Heap:
 class _Trace(_Heap):
     """Notes what microbatches ask an arena for."""
 
-    def __init__(self, allocator: CachingAllocator, outside: frozenset[int]) -> None:
+    def __init__(self, allocator: CachingAllocator, outside: Collection[int]) -> None:
         super().__init__(allocator)
         self.microbatches: list[dict[int, list[Request | Release]]] = []  # by step
         self._outside, self._count, self._index, self._inside = outside, 0, 0, False
@@ -342,12 +350,12 @@ class _Microbatch:
     def __init__(self, loop: _Loop) -> None:
         self.loop, self.values, self.allocator = loop, loop.graph.values, loop.allocator
         self.held: dict[int, int] = {}
-        self.allocator.begin(int(bool(loop.gradients)))
         for address in loop.returned:
             self.allocator.free(address)
         self.inputs = _allocate(loop.graph, "input", self.allocator, ())
         for address in loop.left:
             self.allocator.free(address)
+        self.allocator.begin(int(bool(loop.gradients)))
         loop.returned, loop.left = [], []
 
     def run(self, steps: Schedule, first: int) -> None:

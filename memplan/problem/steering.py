@@ -67,19 +67,22 @@ class Steering:
     - arena_bytes: of the arena, without the guard at its end.
     - moves: of a microbatch that begins while no gradients are there, and, where they are added up, of further ones.
     - outside: ops that make large blocks for the caller to hold, which are outside of the arena, with all that they ask
-      for.
+      for, and the bytes of those blocks. Plugs hold places for these until the op runs: else a small block that
+      comes before a large one would split the hole that the large one of the last microbatch has left.
     - kept_bytes: what is in the arena when a further microbatch begins.
     - plugged_bytes: how much higher the peak of what is allocated is for the plugs.
     """
 
     arena_bytes: int
     moves: tuple[Moves, ...]
-    outside: frozenset[int]
+    outside: dict[int, tuple[int, ...]]
     kept_bytes: int = 0
     plugged_bytes: int = 0
 
 
-def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: frozenset[int]) -> Steering | None:
+def lead(
+    microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: dict[int, tuple[int, ...]]
+) -> Steering | None:
     """How microbatches are led through an arena that is as small as is found; None where blocks are always missed.
 
     expandable: the allocator's setting `expandable_segments`. outside: ops whose blocks are not in these moments.

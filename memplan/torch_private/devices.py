@@ -341,6 +341,11 @@ class MemoryPool:
         self._held.add(address)
         return address
 
+    def allocate_outside(self, size_bytes: int) -> int:
+        """The address of a new block of the pool's stream, while this thread's come from where others come from."""
+        with torch.cuda.device(self._index):
+            return self.allocate(size_bytes)
+
     def free(self, address: int) -> None:
         """Free a block. Those that are left are freed with the pool."""
         self._held.remove(address)

@@ -18,6 +18,7 @@ from memplan.problem.data import Blocks, Costs, Graph, Op, Problem, Requests, Va
 from memplan.problem.reserved import reserved_bytes
 from memplan.problem.schedule import Boundary, Compute, Drop, Schedule, SurfaceGrads
 from memplan.problem.simulate import simulate, unplanned_step
+from memplan.problem.steering import Steering
 from tests.support.allocator_traces import NEEDS_ALLOCATOR
 from tests.support.parameters import examples
 from tests.support.random_graphs import random_problems, unet_like
@@ -170,6 +171,22 @@ def began_with(problem: Problem, *blocks: tuple[int, bool, str], update: Blocks 
     """The problem of a process that has reserved one segment of these blocks, in MiB."""
     segment = Segment(1 << 40, 0, False, False, tuple((size * MIB, *of) for size, *of in blocks))
     return replace(problem, requests=Requests(before=(segment,), update=update))
+
+
+def test_large_outputs_come_to_where_those_of_the_last_step_were() -> None:
+    """Beside an arena: a mask goes to the hole of the hidden states, and these went to that of the logits."""
+    values = [Value("mask", 3), Value("hidden", 6, held=True), Value("logits", 251, held=True)]
+    ops = Op("f", "f", "forward", (), (0, 1)), Op("g", "g", "forward", (), (2,)), Op("b", "b", "backward", (1, 2), ())
+    problem = in_units(Problem(Graph(tuple(values), ops, 2), Costs((1.0,) * 3, (0,) * 3)), MIB)
+    problem = began_with(problem, (10, False, ""), (2, True, ""), update=((0, 3 * MIB), (1, 64 * MIB)))
+    schedule = (Compute(0), Drop(0), Compute(1), Boundary(), Compute(2))
+    outside = reserved._makers_of_outputs(problem)
+    assert outside == {1: (251 * MIB,), 0: (6 * MIB,)} and list(outside) == [1, 0]
+    steering = Steering(0, ({},), outside)
+    without = replace(steering, outside=dict.fromkeys(outside, ()))
+    held_mib = 3 + 6 + 251 + 3 + 64
+    assert reserved_bytes(problem, schedule, False, steering) <= (held_mib + 40) * MIB
+    assert reserved_bytes(problem, schedule, False, without) > (held_mib + 200) * MIB
 
 
 def test_a_state_that_is_there_is_not_made_again() -> None:

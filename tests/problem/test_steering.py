@@ -36,7 +36,7 @@ PROBLEMS = {"llama": llama_like(4), "resnet": resnet_like((2, 2, 2, 2)), "unet":
 
 def led_blocks(moments: list[Moment], expandable: bool) -> tuple[int, int]:
     """The most bytes that the allocator reserves for moments that are led, and that live at one time."""
-    found = lead([moments], expandable, frozenset())
+    found = lead([moments], expandable, {})
     if found is None:  # some block has no place in any of those that were tried
         return 0, 1
     allocator = CachingAllocator(expandable)
@@ -137,7 +137,7 @@ def test_a_block_that_is_missed_is_packed_with_more_room_than_those_before_it(mo
         return tight if len(packed) == 1 else pack_slab(blocks, seed=seed)
 
     monkeypatch.setattr(steering, "pack_slab", pack)
-    found = lead([moments], True, frozenset())
+    found = lead([moments], True, {})
     assert packed[:2] == [37 * MIB, 55 * MIB]
     assert found is not None and found.arena_bytes < 1.05 * 113 * MIB
 
@@ -204,7 +204,7 @@ def test_what_an_arena_is_asked_for_comes_to_the_peak(problem: Problem) -> None:
     problem = replace(in_units(problem, 4 * MIB), update_bytes=0, accumulate=False)
     problem = replace(problem, link=None, gather=None, in_flight=1)
     problem, schedule = unplanned_step(problem)
-    (moments,) = reserved._microbatches(problem, schedule, frozenset())
+    (moments,) = reserved._microbatches(problem, schedule, {})
     peak_bytes = simulate(problem, schedule).peak_bytes - problem.resident_bytes
     alive_bytes = most_alive(_live_ranges(moments).values())
     elsewhere_bytes = sum(problem.graph.values[v].size_bytes for v in problem.graph.tangents)

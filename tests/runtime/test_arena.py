@@ -14,10 +14,10 @@ import torch
 from memplan import torch_private as private
 from memplan.problem.caching_allocator import CachingAllocator
 from memplan.problem.steering import GUARD_BYTES, Steering
-from memplan.runtime.host.arena import StepArena
+from memplan.runtime.host.arena import StepArena, enter_arena, leave_arena
 from tests.support.allocator_traces import new_segment
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 class _Pool:
@@ -28,6 +28,7 @@ class _Pool:
     def __init__(self, device: torch.device) -> None:
         self.allocator = CachingAllocator(True)
         self.inside = 0
+        self.outside: dict[int, int] = {}  # bytes by name
         self.is_of_this_stream = True
         _Pool.made.append(self)
 
@@ -44,8 +45,19 @@ class _Pool:
         assert self.inside == 1
         return self.allocator.allocate(size_bytes)
 
+    def allocate_outside(self, size_bytes: int) -> int:
+        assert self.inside == 0
+        if size_bytes > GIB:
+            raise torch.OutOfMemoryError
+        address = -1 - len(self.outside)
+        self.outside[address] = size_bytes
+        return address
+
     def free(self, address: int) -> None:
-        self.allocator.free(address)
+        if address < 0:
+            del self.outside[address]
+        else:
+            self.allocator.free(address)
 
     @property
     def held_bytes(self) -> int:
@@ -66,9 +78,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> StepArena:
 
 
 # A plug at the start before step 0, one after it before step 1; both are there when backward begins with step 5.
-STEERING = Steering(
-    64 * MIB, ({0: ((8 * MIB, 0),), 1: ((16 * MIB, 8 * MIB),), 5: ((0, 8 * MIB), (0, 0))},), frozenset()
-)
+STEERING = Steering(64 * MIB, ({0: ((8 * MIB, 0),), 1: ((16 * MIB, 8 * MIB),), 5: ((0, 8 * MIB), (0, 0))},), {})
 
 
 def step(arena: StepArena, steering: Steering = STEERING, during: Callable[[], None] = lambda: None) -> None:
@@ -118,8 +128,35 @@ def test_a_step_that_fails_leaves_nothing(arena: StepArena) -> None:
     assert arena.astray == 1
 
 
+def test_places_of_outputs_are_held_until_they_are_made(arena: StepArena) -> None:
+    steering, store = replace(STEERING, outside={7: (6 * MIB,), 9: (3 * MIB, 2 * MIB)}), SimpleNamespace(arena=arena)
+    seen = []
+
+    def outputs() -> None:
+        for op in (7, 9, 9):  # the last is a run in backward
+            seen.append(sorted(_Pool.made[0].outside.values()))
+            leave_arena(store, op)
+            enter_arena(store)
+
+    step(arena, steering, outputs)
+    assert seen == [[2 * MIB, 3 * MIB, 6 * MIB], [2 * MIB, 3 * MIB], []]
+
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        step(arena, steering, fail)
+    assert not _Pool.made[0].outside
+
+
+def test_a_full_device_has_no_places_for_outputs(arena: StepArena) -> None:
+    steering, store = replace(STEERING, outside={7: (6 * MIB, 2 * GIB)}), SimpleNamespace(arena=arena)
+    step(arena, steering, lambda: leave_arena(store, 7))
+    assert arena.astray == 0 and not _Pool.made[0].outside
+
+
 def test_smaller_and_larger_plans_share_it(arena: StepArena) -> None:
-    smaller, larger = (Steering(n * MIB, STEERING.moves, frozenset()) for n in (32, 128))
+    smaller, larger = (Steering(n * MIB, STEERING.moves, {}) for n in (32, 128))
     for steering in (STEERING, smaller, STEERING, smaller):
         step(arena, steering)
     assert len(_Pool.made) == 1
@@ -264,7 +301,7 @@ def test_no_room_leaves_the_step_to_the_allocator(arena: StepArena, monkeypatch:
 
 
 def test_steps_that_always_ask_for_other_blocks_have_no_arena(arena: StepArena) -> None:
-    other = Steering(64 * MIB, ({0: ((8 * MIB, 4 * MIB),)},), frozenset())
+    other = Steering(64 * MIB, ({0: ((8 * MIB, 4 * MIB),)},), {})
     for _ in range(2):
         step(arena, other)
     assert arena.given_up and arena.astray == 2

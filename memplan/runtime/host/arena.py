@@ -42,6 +42,7 @@ class StepArena:
         self._size = self._open_bytes = self._start = 0
         self._tail = 0  # the address of the guard, or of all that a smaller arena leaves
         self._plugs: dict[int, int] = {}  # addresses by offset
+        self._places: dict[int, list[int]] = {}  # addresses of plugs where outputs of ops will be
         self._moves: Moves | None = None
         self._busy = threading.Lock()
         self._thread: int | None = None  # that is led
@@ -69,6 +70,8 @@ class StepArena:
                 in_flight = any(not forward.spent for forward in self._forwards)
                 if self._open(steering.arena_bytes, empty=not in_flight and not gradients) and not in_flight:
                     self._moves = self._moves_beside(steering, gradients)
+                if self._moves is not None:
+                    self._hold_places(steering)
                 self.astray += self._moves is None
             with self._within():
                 yield
@@ -128,6 +131,12 @@ class StepArena:
             self._thread = thread
             if was_entered:
                 self.enter()
+
+    def give_place(self, op: int) -> None:
+        """Take the plugs away that are where outputs of an op will be."""
+        for address in self._places.pop(op, ()):
+            assert self._pool is not None
+            self._pool.free(address)
 
     def leave(self) -> None:
         """From now on this thread's memory is not the arena's."""
@@ -213,6 +222,14 @@ class StepArena:
         kept_bytes = sum(-(-n // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for n in ours)
         return steering.moves[-1] if kept_bytes == steering.kept_bytes and len(steering.moves) > 1 else None
 
+    def _hold_places(self, steering: Steering) -> None:
+        """Set plugs outside of the arena, where outputs will be."""
+        assert self._pool is not None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            for op, sizes in steering.outside.items():
+                for size_bytes in sizes:
+                    self._places.setdefault(op, []).append(self._pool.allocate_outside(size_bytes))
+
     def _lose(self) -> None:
         """Give up leading this step."""
         self.leave()
@@ -225,6 +242,8 @@ class StepArena:
             assert self._pool is not None
             self._pool.free(address)
         self._plugs.clear()
+        for op in list(self._places):
+            self.give_place(op)
 
 
 def steer_arena(store: Any, index: int) -> None:
@@ -232,9 +251,10 @@ def steer_arena(store: Any, index: int) -> None:
     store.arena.steer(index)
 
 
-def leave_arena(store: Any) -> None:
-    """What comes is the caller's to hold."""
+def leave_arena(store: Any, op: int) -> None:
+    """What comes is the caller's to hold, and made by this op."""
     store.arena.leave()
+    store.arena.give_place(op)
 
 
 def enter_arena(store: Any) -> None:

@@ -66,7 +66,7 @@ class _Lowering(ProgramNodes):
     ) -> None:
         super().__init__(traced)
         self.schedule, self.grads, self.checks = schedule, grads, checks
-        self.outside = frozenset() if steering is None else steering.outside
+        self.outside = {} if steering is None else steering.outside
         self.steered = {index for moves in (() if steering is None else steering.moves) for index in moves}
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
@@ -91,7 +91,7 @@ class _Lowering(ProgramNodes):
                 self.side.call(steer_arena, (self.side.store, index))
             match step:
                 case steps.Compute(op) if op in self.outside:
-                    self.side.call(leave_arena, (self.side.store,))
+                    self.side.call(leave_arena, (self.side.store, op))
                     self._compute(op, self._dead_after(index))
                     self.side.call(enter_arena, (self.side.store,))
                 case steps.Compute(op):
