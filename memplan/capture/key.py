@@ -213,8 +213,6 @@ class StepKey:
         known = {*guards, *reads, *names, *map(".".join, self._tensor_reads)}
         return next((value for value in sorted(values) if value in known), None)
 
-    # -- the model --------------------------------------------------------------------------------------------------
-
     def _attribute_changed(self) -> tuple[str, str] | None:
         found = (snapshot.difference(self.tables) for snapshot in self._snapshots)
         return next((problem for problem in found if problem is not None), None)

@@ -88,8 +88,6 @@ class Grouper:
                 found.append(FusedGroup(members, place_of_node(members[0]).phase))
         return found
 
-    # -- joining ----------------------------------------------------------------------------------------------------
-
     def _place(self, node: fx.Node) -> None:
         made_by = (b.all_input_nodes[0] if node_kind(b) == "result" else b for b in bases_read(node))
         sources = list(dict.fromkeys(n for n in made_by if node_kind(n) in ("computed", "extern")))

@@ -163,8 +163,6 @@ class StepGraph:
         looks[node] = self._call(node.target, args, kwargs, node.meta["val"], "view")
         return looks[node]
 
-    # -- building ---------------------------------------------------------------------------------------------------
-
     def _call(self, target: Any, args: Any, kwargs: Any, val: Any, kind: NodeKind) -> fx.Node:
         node = self.nodes.create_node("call_function", target, args, kwargs)
         node.meta.update(val=val, place=NodePlace(kind, *self._place))

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.ops.layout import storage_key
+from memplan.capture.trace.call import Call
+from memplan.problem.schedule import Boundary
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.units import format_bytes
+
+_FEW = 0.01  # of the budget: so much need not be told of
 
 
 class HeldGradients:
@@ -68,19 +73,34 @@ class HeldGradients:
         self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
 
 
-def news_of_flight(
-    step: PlannedStep, step_bytes: int, steps: Sequence[ServingStep], limit_bytes: int | None
+def news_of_other_calls(
+    step: PlannedStep, call: Call, steps: Sequence[ServingStep], limit_bytes: int | None
 ) -> dict[str, str]:
-    """Warnings, by subject, where forwards wait for their backward while another step begins.
+    """Warnings, by subject, where forwards wait for their backward, or outputs are there, as another step begins.
 
-    - step, step_bytes: the one that begins, and its peak.
+    - step, call: the one that begins, and what for.
     - steps: all of the model's.
     - limit_bytes: the budget.
     """
-    waiting = [s for known in steps if isinstance(known, PlannedStep) for s in known.runner.waiting if s.saved]
+    runners = [known.runner for known in steps if isinstance(known, PlannedStep)]
+    waiting = [state for runner in runners for state in runner.waiting if state.saved]
     if not waiting:
-        return {}
-    count, peak_bytes = len(waiting) + 1, step_bytes + sum(state.saved_bytes for state in waiting)
+        refs = [ref for runner in runners for ref in runner.returned]
+        there = [private.part_here(tensor) for ref in refs if (tensor := ref()) is not None]
+        held_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in there}.values())
+        if limit_bytes is None or held_bytes <= _FEW * limit_bytes:
+            return {}
+        plan = step.plan_for(call)
+        in_forward = plan.timeline.peak_bytes_at[: plan.schedule.index(Boundary())]  # then the caller exchanges them
+        most_bytes = held_bytes + (max(in_forward) if plan.problem.requests is None else plan.reserved_bytes)
+        text = (
+            f"{format_bytes(held_bytes)} of outputs of the last call are there while the next one runs, which the plan "
+            f"does not count: up to {format_bytes(most_bytes)} may be held, over the budget of "
+            f"{format_bytes(limit_bytes)}. Let them go after backward (`del outputs`), or leave room with "
+            f"surroundings=memplan.Surroundings(held_bytes={held_bytes})"
+        )
+        return {"outputs": text} if most_bytes > limit_bytes else {}
+    count, peak_bytes = len(waiting) + 1, step.peak_bytes(call) + sum(state.saved_bytes for state in waiting)
     news = {}
     if limit_bytes is not None and peak_bytes > limit_bytes:
         news["budget"] = (

@@ -157,8 +157,6 @@ class PlannedForward:
         if isinstance(step, PlannedStep):
             self.recovery.attend(step)
 
-    # -- in and out of the model ------------------------------------------------------------------------------------
-
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.original)

@@ -24,18 +24,10 @@ from memplan.problem.simulate import simulate
 _FORMAT = "memplan.plan"
 _VERSION = 4
 _STEP_NAMES: dict[str, type[Any]] = {
-    "compute": steps.Compute,
-    "drop": steps.Drop,
-    "save_rng": steps.SaveRng,
-    "drop_rng": steps.DropRng,
-    "boundary": steps.Boundary,
-    "surface": steps.SurfaceGrads,
-    "stay": steps.Stay,
-    "offload": steps.Offload,
-    "prefetch": steps.Prefetch,
-    "wait": steps.Wait,
-    "drop_host": steps.DropHost,
-}
+    "compute": steps.Compute, "drop": steps.Drop, "save_rng": steps.SaveRng, "drop_rng": steps.DropRng,
+    "boundary": steps.Boundary, "surface": steps.SurfaceGrads, "stay": steps.Stay, "offload": steps.Offload,
+    "prefetch": steps.Prefetch, "wait": steps.Wait, "drop_host": steps.DropHost,
+}  # fmt: skip
 _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
 
 

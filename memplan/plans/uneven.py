@@ -61,9 +61,6 @@ def widest(problem: Problem, figures: Sequence[dict[str, Any]]) -> Problem:
     )
 
 
-# -- steps that run other ops -----------------------------------------------------------------------------------------
-
-
 def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | None:
     """The schedule of the step `planned`, for another step of the model, which may run a few other ops.
 

@@ -278,8 +278,6 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    # -- expandable segments ----------------------------------------------------------------------------------------
-
     def _room(self, pool: _Pool, size: int) -> _Chunk:
         """Where the segment has room for this size, pages that are not mapped included. (`find_expandable_block`)
 

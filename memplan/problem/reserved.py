@@ -21,10 +21,7 @@ STATE, GRADIENT = "optimizer's state", "gradient"  # what holds a block, where i
 _MOST_STEPS = 10
 _WORTH_IT = 0.99  # of what is reserved without an arena
 _ARENA = 1  # the stream that stands for it
-_ARENA_ADDRESS, _BEFORE = (
-    1 << 59,
-    1 << 60,
-)  # apart from what is made first; the second is added to a process's addresses
+_ARENA_ADDRESS, _BEFORE = 1 << 59, 1 << 60  # apart from what is made first; a process's addresses are moved by the last
 
 
 def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:

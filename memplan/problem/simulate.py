@@ -332,8 +332,6 @@ class _Machine:
         self.live[index] = True
         self._change("value", index, value.size_bytes)
 
-    # -- copies -----------------------------------------------------------------------------------------------------
-
     def _offload(self, index: int) -> None:
         value = self._indexed(index, self.graph.values, "value")
         if not self.live[index] or self.elsewhere[index] or index in self.copying:

@@ -133,8 +133,6 @@ def parametrizations_are_cached() -> bool:
     return bool(torch.nn.utils.parametrize._cache_enabled)
 
 
-# -- what decides when a step computes and where it saves --------------------------------------------------------------
-
 _CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
 
 _SavedHook = Callable[..., Any]

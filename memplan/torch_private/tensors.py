@@ -92,8 +92,6 @@ def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-# -- fakes -----------------------------------------------------------------------------------------------------------
-
 _OF_EVERY_FAKE = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
 
 

@@ -283,6 +283,43 @@ def test_several_forwards_at_once_are_told_of(caplog: pytest.LogCaptureFixture) 
         assert warnings_in(caplog, "at once") == []
 
 
+class Wide(nn.Module):
+    """Returns its loss beside logits that are most of what a step holds. in_forward: it peaks there."""
+
+    def __init__(self, in_forward: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+        self.head, self.in_forward = nn.Linear(64, 4096), in_forward
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.layers(x))
+        weight = logits.detach().sort(1)[0][:, :1] if self.in_forward else logits
+        return {"logits": logits, "loss": (logits * weight).mean()}
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("outputs_go", [False, True])
+@pytest.mark.parametrize("room", [False, True])
+def test_outputs_of_the_last_call_are_told_of_where_they_do_not_fit(
+    room: bool, outputs_go: bool, in_forward: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, x, logits_bytes = Wide(in_forward), torch.randn(512, 64), 512 * 4096 * 4
+    plan = memplan.plan(net, x, "min", costs="estimate")
+    budget_bytes = plan.peak_bytes + 2 * logits_bytes * room
+    memplan.apply(net, x, budget_bytes, costs="estimate")
+    with caplog.at_level(logging.WARNING, "memplan"), LiveMeter() as meter:
+        for _ in range(4):
+            outputs = net(x)
+            outputs["loss"].backward()
+            net.zero_grad()
+            if outputs_go:
+                outputs = {"loss": outputs["loss"]}
+    told = warnings_in(caplog, "of outputs of the last call are there while the next one runs")
+    beyond_bytes = plan.problem.resident_bytes + meter.peak_bytes - budget_bytes
+    assert len(told) == (beyond_bytes > logits_bytes // 2) == (in_forward and not outputs_go and not room)
+    assert all(f"held_bytes={logits_bytes + 4})" in message for message in told)
+
+
 class Tied(nn.Module):
     """A small language model whose embedding is its head."""
 

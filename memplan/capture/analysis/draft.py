@@ -117,9 +117,6 @@ class Draft:
         self.values[storage.value].roots.append(node)
 
 
-# -- frozen ----------------------------------------------------------------------------------------------------------
-
-
 def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
     """Leave out ops whose results nothing reads.
 

@@ -213,7 +213,9 @@ class _StepBuilder:
             node=node, target=target, args=args, kwargs=kwargs, phase=phase,
             reads={n: self.draft.present(n) for n in given if isinstance(n.meta.get("val"), torch.Tensor)},
             made=[], outputs=[], effects=[],
-            random=op_facts.draws_random_numbers(target, args, kwargs) if island is None else island.is_random,
+            random=op_facts.draws_random_numbers(target, args, kwargs)
+            if island is None
+            else island.forward and island.island.random,
             recomputable=not op_facts.is_uneven_exchange(target, args)
             and not op_facts.may_give_other_bits(target, args, kwargs, node.meta.get("val"))
             if island is None

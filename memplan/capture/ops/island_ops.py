@@ -92,11 +92,6 @@ class IslandKernel:
         return results
 
     @property
-    def is_random(self) -> bool:
-        """Whether it draws from PyTorch's generators and may run again."""
-        return self.forward and self.island.random
-
-    @property
     def repeats(self) -> bool:
         """Whether it may run again. Backward runs once."""
         return self.forward and self.island.repeats

@@ -108,8 +108,6 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*(t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (one, other)))
 
 
-# -- what PyTorch lays out itself --------------------------------------------------------------------------------------
-
 _CHANNELS_LAST = (1, 3, 2, 0)  # dimensions, the innermost first
 
 

@@ -69,9 +69,6 @@ def is_unsteady(key: str) -> bool:
     return key in _UNSTEADY
 
 
-# -- which calls do equal work: the kind of an op, and a hash of everything that its cost depends on -------------------
-
-
 def op_kind(target: Any) -> str:
     """The name of an aten overload ("aten.mm.default"), or of one of memplan's own functions."""
     return str(target) if isinstance(target, OpOverload) else f"memplan.{target.__name__}"

@@ -208,13 +208,9 @@ def _evenly_distributed(saved: Sequence[Any], results: Tensors, given: Tensors) 
 
 def _laid_out(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors:
     """Lay gradients of Householder products out as the arguments are, and not row by row."""
-    found = [None if t is None else _in_the_layout_of(like, t) for like, t in zip(saved, results)]
+    pairs = [(t, None if t is None else torch.empty_like(like)) for like, t in zip(saved, results)]
+    found = [t if to is None or t is None or to.stride() == t.stride() else to.copy_(t) for t, to in pairs]
     return (*found, *results[len(saved) :])
-
-
-def _in_the_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_like(like)
-    return tensor if made.stride() == tensor.stride() else made.copy_(tensor)
 
 
 def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | str | None:

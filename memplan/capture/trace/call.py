@@ -307,9 +307,6 @@ def _children(thing: Any) -> tuple[list[Any], bool]:
     return gc.get_referents(thing), False
 
 
-# -- which outputs backward starts from, where that is not said -------------------------------------------------------
-
-
 def shared_objects(model: nn.Module) -> list[Any]:
     """Objects of the model that an output may refer to (its config), and that are never copied."""
     held = (v for m in model.modules() for v in vars(m).values())

@@ -91,6 +91,7 @@ class Runner:
         self.arrived: dict[int, Layout] | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
+        self.returned: list[weakref.ref[torch.Tensor]] = []  # by the last call
         self._adds = bool(self.written.in_backward)
         self.anchor = torch.empty(0, requires_grad=True, device=self.device)
 
@@ -279,8 +280,6 @@ class Runner:
                 self.store.surface(names, gradients)
             state.surfacing = self._adds
             state.surfaced.update(names)
-
-    # -- running a forward again ------------------------------------------------------------------------------------
 
     def _go_back(self, start: ForwardStart) -> None:
         """Put the generator and the buffers back to their state when a forward began."""

@@ -154,8 +154,6 @@ class ShardedModel:
         """The device that units run on; None where there are none."""
         return self._units[0].device if self._units else None
 
-    # -- what memplan asks for --------------------------------------------------------------------------------------
-
     @property
     def resident_bytes(self) -> int:
         """What the storages of parts hold beyond the parts: `fully_shard` pads them to one size on all ranks."""

@@ -10,9 +10,7 @@ A parent asks a child for its cheapest way to save at most so many bytes and to 
 options that are kept are the cheapest ones over a grid of both limits (the two budgets of HiRemate, Gusak et al.,
 2024), rather than a stretch of the Pareto set (`best_options`).
 
-What is not a chain needs no rule of its own. A block with branches inside has cuts that several values cross, and the
-local search works on its ops. Branches are a chain, too, for ops have an order. (Cuts where branches begin and end find
-nothing more: docs/research.md.)
+A block with branches inside needs no rule of its own: several values cross its cuts.
 
 What nests (a U-Net) is a chain of three, whose middle is a chain of its own. What repeats is solved once: options
 are remembered by a block's signature, across places, levels and granularities.

@@ -163,12 +163,6 @@ def _local_arrays(
         time_s=time_s,
         scratch_bytes=scratch,
         rng_state_bytes=a.rng_state_bytes,
-        base_bytes=0,
-        tangent_bytes=0,
-        accumulate=False,
-        update_bytes=0,
-        others=0,
-        input_bytes=0,
     )
 
 

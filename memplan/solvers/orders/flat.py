@@ -62,12 +62,12 @@ class Arrays(NamedTuple):
     time_s: Floats
     scratch_bytes: Ints
     rng_state_bytes: int
-    base_bytes: int
-    tangent_bytes: int
-    accumulate: bool
-    update_bytes: int
-    others: int
-    input_bytes: int
+    base_bytes: int = 0
+    tangent_bytes: int = 0
+    accumulate: bool = False
+    update_bytes: int = 0
+    others: int = 0
+    input_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
