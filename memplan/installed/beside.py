@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -11,11 +11,8 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
-from memplan.problem.schedule import Boundary
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.units import format_bytes
-
-_FEW = 0.01  # of the budget: so much need not be told of
 
 
 class HeldGradients:
@@ -67,10 +64,9 @@ class HeldGradients:
         planned_so = isinstance(step, PlannedStep) and step.planned.problem.accumulate
         return planned_so or any(step is known for known in self._counting)
 
-    def are_counted_from_now_by(self, step: ServingStep, steps: Iterable[ServingStep]) -> None:
+    def are_counted_from_now_by(self, step: ServingStep, steps: Sequence[ServingStep]) -> None:
         """Note that a step's plan counts them. steps: all that are kept; notes of other steps are dropped."""
-        kept = list(steps)
-        self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
+        self._counting = [*(s for s in self._counting if any(s is other for other in steps)), step]
 
 
 def news_of_other_calls(
@@ -85,14 +81,13 @@ def news_of_other_calls(
     runners = [known.runner for known in steps if isinstance(known, PlannedStep)]
     waiting = [state for runner in runners for state in runner.waiting if state.saved]
     if not waiting:
-        refs = [ref for runner in runners for ref in runner.returned]
-        there = [private.part_here(tensor) for ref in refs if (tensor := ref()) is not None]
+        there = [private.part_here(t) for runner in runners for ref in runner.returned if (t := ref()) is not None]
         held_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in there}.values())
-        if limit_bytes is None or held_bytes <= _FEW * limit_bytes:
+        if limit_bytes is None or 100 * held_bytes <= limit_bytes:  # so few, a loss for instance, are no news
             return {}
-        plan = step.plan_for(call)
-        in_forward = plan.timeline.peak_bytes_at[: plan.schedule.index(Boundary())]  # then the caller exchanges them
-        most_bytes = held_bytes + (max(in_forward) if plan.problem.requests is None else plan.reserved_bytes)
+        plan = step.planned  # with the next outputs, the caller lets them go
+        planned_bytes = plan.forward_peak_bytes if plan.problem.requests is None else plan.reserved_bytes
+        most_bytes = held_bytes + planned_bytes * step.peak_bytes(call) // plan.peak_bytes
         text = (
             f"{format_bytes(held_bytes)} of outputs of the last call are there while the next one runs, which the plan "
             f"does not count: up to {format_bytes(most_bytes)} may be held, over the budget of "

@@ -9,7 +9,7 @@ from typing import Literal
 from memplan.problem.data import Problem
 from memplan.problem.packing import host_bytes_beside, place_host_copies
 from memplan.problem.reserved import reserved_bytes, steering_of
-from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
+from memplan.problem.schedule import Boundary, Compute, Offload, Schedule, Stay, Timeline
 from memplan.problem.simulate import unplanned
 from memplan.problem.steering import Steering
 from memplan.units import format_bytes
@@ -126,6 +126,11 @@ class PlanFigures:
     def activation_peak_bytes(self) -> int:
         """`peak_bytes` less parameters, buffers, inputs and declared optimizer state."""
         return self.peak_bytes - self.problem.resident_bytes
+
+    @cached_property
+    def forward_peak_bytes(self) -> int:
+        """Peak of the forward pass."""
+        return max(self.timeline.peak_bytes_at[: self.schedule.index(Boundary())], default=0)
 
     @cached_property
     def baseline_peak_bytes(self) -> int:
