@@ -56,8 +56,6 @@ class FusedStepWriter:
             tangent_nodes={number(value): node for value, node in old.tangent_nodes.items()},
         )
 
-    # -- values -----------------------------------------------------------------------------------------------------
-
     def _new(self, key: int | fx.Node, value: Value, roots: tuple[fx.Node, ...]) -> int:
         self._number[key] = len(self._values)
         self._values.append(value)
@@ -90,8 +88,6 @@ class FusedStepWriter:
         size_bytes = device_bytes_of(name.meta["val"], self._old.device)
         tensor = tensor_text(name.meta["val"])
         return self._new(node, Value(name.name, size_bytes, reuses=reuses, tensor=tensor), (name,)), name
-
-    # -- ops --------------------------------------------------------------------------------------------------------
 
     def _extern(self, index: int) -> tuple[Op, Kernel]:
         op, kernel, number = self._old.graph.ops[index], self._old.kernels[index], self._numbered

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
 from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.units import format_bytes
@@ -69,33 +68,45 @@ class HeldGradients:
         self._counting = [*(s for s in self._counting if any(s is other for other in steps)), step]
 
 
-def news_of_other_calls(
-    step: PlannedStep, call: Call, steps: Sequence[ServingStep], limit_bytes: int | None
+def news_of_outputs(
+    step: PlannedStep, call: Call, steps: Sequence[ServingStep], room_bytes: int, is_in_bytes: bool
 ) -> dict[str, str]:
-    """Warnings, by subject, where forwards wait for their backward, or outputs are there, as another step begins.
+    """A warning, by subject, where outputs of earlier calls are there while a step begins, and do not fit beside it.
 
-    - step, call: the one that begins, and what for.
-    - steps: all of the model's.
-    - limit_bytes: the budget.
+    - step, call: the one that begins, and what for. steps: all of the model's.
+    - room_bytes: what the plan leaves room for, whatever that is.
+    - is_in_bytes: the budget is for what an allocator reserves, if one does.
     """
     runners = [known.runner for known in steps if isinstance(known, PlannedStep)]
-    waiting = [state for runner in runners for state in runner.waiting if state.saved]
+    over = [runner for runner in runners if not any(state.saved for state in runner.waiting)]
+    held_bytes = sum(size_bytes for runner in over for ref, size_bytes in runner.returned if not ref.expired())
+    plan = step.planned
+    limit_bytes, beyond_bytes = plan.problem.budget_bytes, held_bytes - room_bytes
+    if limit_bytes is None or 100 * beyond_bytes <= limit_bytes:  # so few, a loss for instance, are no news
+        return {}
+    reserved = is_in_bytes and plan.problem.requests is not None  # else it counts that they go as forward ends
+    planned_bytes = plan.reserved_bytes if reserved else plan.forward_peak_bytes
+    most_bytes = beyond_bytes + planned_bytes * step.peak_bytes(call) // plan.peak_bytes
+    text = (
+        f"{format_bytes(held_bytes)} of outputs of earlier calls are there while the next one runs, which no plan "
+        f"counts: up to {format_bytes(most_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. Let them "
+        f"go after backward (`del outputs`), or leave room with memplan.Surroundings(held_bytes={held_bytes + room_bytes})"
+    )
+    return {"outputs": text} if most_bytes > limit_bytes else {}
+
+
+def news_of_flight(
+    step: PlannedStep, step_bytes: int, steps: Sequence[ServingStep], limit_bytes: int | None
+) -> dict[str, str]:
+    """Warnings, by subject, where forwards wait for their backward while another step begins.
+
+    - step, step_bytes: the one that begins, and its peak. steps: all of the model's.
+    - limit_bytes: the budget.
+    """
+    waiting = [s for known in steps if isinstance(known, PlannedStep) for s in known.runner.waiting if s.saved]
     if not waiting:
-        there = [private.part_here(t) for runner in runners for ref in runner.returned if (t := ref()) is not None]
-        held_bytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in there}.values())
-        if limit_bytes is None or 100 * held_bytes <= limit_bytes:  # so few, a loss for instance, are no news
-            return {}
-        plan = step.planned  # with the next outputs, the caller lets them go
-        planned_bytes = plan.forward_peak_bytes if plan.problem.requests is None else plan.reserved_bytes
-        most_bytes = held_bytes + planned_bytes * step.peak_bytes(call) // plan.peak_bytes
-        text = (
-            f"{format_bytes(held_bytes)} of outputs of the last call are there while the next one runs, which the plan "
-            f"does not count: up to {format_bytes(most_bytes)} may be held, over the budget of "
-            f"{format_bytes(limit_bytes)}. Let them go after backward (`del outputs`), or leave room with "
-            f"surroundings=memplan.Surroundings(held_bytes={held_bytes})"
-        )
-        return {"outputs": text} if most_bytes > limit_bytes else {}
-    count, peak_bytes = len(waiting) + 1, step.peak_bytes(call) + sum(state.saved_bytes for state in waiting)
+        return {}
+    count, peak_bytes = len(waiting) + 1, step_bytes + sum(state.saved_bytes for state in waiting)
     news = {}
     if limit_bytes is not None and peak_bytes > limit_bytes:
         news["budget"] = (

@@ -11,7 +11,7 @@ from typing import Literal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused
-from memplan.installed.beside import HeldGradients, SharedBackward, news_of_other_calls
+from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight, news_of_outputs
 from memplan.installed.known_steps import KnownSteps, Mismatches
 from memplan.installed.voice import Voice
 from memplan.logs import log
@@ -99,7 +99,10 @@ class StepChoice:
             step = self._agreed(call, self.agreement, lambda share: step_or_raise(self._plan_call(call, share)))
         if self.planner.settings.in_flight == 1 and isinstance(step, PlannedStep):
             limit_bytes = self.planner.limits.budget_bytes
-            self.voice.warn(news_of_other_calls(step, call, self.known.all, limit_bytes))
+            self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, limit_bytes))
+            if "outputs" not in self.voice.said:
+                room_bytes, is_in_bytes = self.planner.settings.surroundings.held_bytes, self.planner.limits.is_in_bytes
+                self.voice.warn(news_of_outputs(step, call, self.known.all, room_bytes, is_in_bytes))
         return step
 
     def another(self, call: Call, before: ServingStep) -> ServingStep:

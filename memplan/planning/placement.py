@@ -95,8 +95,6 @@ class Placement:
         """Let these parameters live on the host from now on."""
         self.host = host
 
-    # -- which parameters -------------------------------------------------------------------------------------------
-
     def movable(self, traced: Traced) -> tuple[Movable, ...]:
         """Parameters that may live on the host."""
         if not self.is_to_be_decided:
@@ -162,8 +160,6 @@ class Placement:
                 "memplan with this call as the sample"
             )
         return changed
-
-    # -- moving them ------------------------------------------------------------------------------------------------
 
     def move(self, captured: Capture) -> None:
         """Move all parameters to their homes, and make those that are on the meta device."""

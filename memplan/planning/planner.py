@@ -82,8 +82,6 @@ class Planner:
         if self.settings.surroundings == Surroundings():  # an engine's optimizer has copies of its own
             log.warning("%s; its state is counted, and is not taken to be that of parameters on the host", problem)
 
-    # -- plans ------------------------------------------------------------------------------------------------------
-
     def problem(self, sample: Sample | Call) -> Problem:
         """The captured step with its costs, for work on solvers."""
         return self._problems.problem(or_raise(self.capturing.capture(sample)))
@@ -122,8 +120,6 @@ class Planner:
                     return plan if isinstance(plan, Refused) else (plan, captured)
             captured = capture()
         return captured
-
-    # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(
         self,

@@ -9,7 +9,7 @@ libraries, then up to ten steps. In the first, the optimizer makes its state.
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, Segment, segment_bytes
@@ -110,7 +110,7 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
         return None
     outside = _makers_of_outputs(problem)
     steering = lead(_microbatches(problem, schedule, outside), expandable, outside)
-    if steering is None:
+    if steering is None or not steering.arena_bytes:
         return None
     led_bytes = reserved_bytes(problem, schedule, expandable, steering)
     if led_bytes >= _WORTH_IT * reserved_bytes(problem, schedule, expandable):
@@ -137,10 +137,7 @@ def _microbatches(problem: Problem, schedule: Schedule, outside: Collection[int]
 
 
 def _makers_of_outputs(problem: Problem) -> dict[int, tuple[int, ...]]:
-    """Ops that make large blocks which the caller holds, the largest first, and the bytes of these.
-
-    They may be there when the next step begins.
-    """
+    """Ops that make large blocks for the caller to hold, and their bytes. They may be there as the next step begins."""
     values, producers = problem.graph.values, problem.graph.producers()
     found: dict[int, tuple[int, ...]] = {}
     for value in problem.graph.outputs:
@@ -148,7 +145,7 @@ def _makers_of_outputs(problem: Problem) -> dict[int, tuple[int, ...]]:
             value = before
         if (maker := producers[value]) is not None and values[value].size_bytes > SMALL_BYTES:
             found[maker] = *found.get(maker, ()), values[value].size_bytes
-    return dict(sorted(found.items(), key=lambda item: -max(item[1])))
+    return found
 
 
 class _Heap:
@@ -180,7 +177,9 @@ class _Heap:
         self._plugs.clear()
         if self._steering is not None:
             self._moves = self._steering.moves[min(number, len(self._steering.moves) - 1)]
-            self._places = {op: [*map(self.allocate, sizes)] for op, sizes in self._steering.outside.items()}
+            self._places = defaultdict(list)
+            for op, size_bytes in self._steering.places:
+                self._places[op].append(self.allocate(size_bytes))
 
     def step(self, index: int | None, op: int | None) -> None:
         """The next requests are those of a step of the schedule, and of this op; None: of the caller."""

@@ -79,6 +79,12 @@ class Steering:
     kept_bytes: int = 0
     plugged_bytes: int = 0
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(op, bytes) of each block that is made for the caller to hold, the largest first."""
+        blocks = [(op, size_bytes) for op, sizes in self.outside.items() for size_bytes in sizes]
+        return sorted(blocks, key=lambda block: -block[1])
+
 
 def lead(
     microbatches: Sequence[Sequence[Moment]], expandable: bool, outside: dict[int, tuple[int, ...]]

@@ -218,8 +218,6 @@ def evaluator(texts: Sequence[str]) -> Callable[[Sequence[int] | Mapping[int, in
     return eval(code, known)  # type: ignore[no-any-return]
 
 
-# -- numbers that are no sizes ---------------------------------------------------------------------------------------
-
 _ARITHMETIC: dict[Any, str] = {
     operator.mul: "({} * {})", operator.add: "({} + {})", operator.sub: "({} - {})", operator.truediv: "({} / {})",
     operator.floordiv: "({} // {})", operator.mod: "({} % {})", operator.pow: "({} ** {})", operator.neg: "(-{})",
@@ -251,8 +249,6 @@ def named_anew(graph: fx.Graph) -> dict[str, str]:
         node.name = names[node.name]
     return names
 
-
-# -- what turns sizes into numbers without need ------------------------------------------------------------------------
 
 _ONE_AT_A_TIME = threading.RLock()  # for what is put in the place of others here serves the whole process
 _MOST_TURNS = 64  # of a loop over a size; one of more turns depends on the number

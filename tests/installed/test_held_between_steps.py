@@ -284,40 +284,71 @@ def test_several_forwards_at_once_are_told_of(caplog: pytest.LogCaptureFixture) 
 
 
 class Wide(nn.Module):
-    """Returns its loss beside logits that are most of what a step holds. in_forward: it peaks there."""
+    """Returns its loss beside logits that are most of what a step holds, and a part of its input.
 
-    def __init__(self, in_forward: bool) -> None:
+    - in_forward: it peaks in forward.
+    - keeps: it has the logits in an attribute too.
+    """
+
+    def __init__(self, in_forward: bool = True, keeps: bool = False) -> None:
         super().__init__()
         self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
-        self.head, self.in_forward = nn.Linear(64, 4096), in_forward
+        self.head, self.in_forward, self.keeps = nn.Linear(64, 4096), in_forward, keeps
+        self.logits: torch.Tensor | None = None
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.head(self.layers(x))
+        if self.keeps:
+            self.logits = logits
         weight = logits.detach().sort(1)[0][:, :1] if self.in_forward else logits
-        return {"logits": logits, "loss": (logits * weight).mean()}
+        return {"logits": logits, "loss": (logits * weight).mean(), "part": x[:, :1]}
+
+
+LOGITS_BYTES = 512 * 4096 * 4
+TOLD = "of outputs of earlier calls are there while the next one runs"
 
 
 @pytest.mark.parametrize("in_forward", [True, False])
-@pytest.mark.parametrize("outputs_go", [False, True])
+@pytest.mark.parametrize("kept", [("logits", "loss"), ("logits",), ("loss", "part")])
 @pytest.mark.parametrize("room", [False, True])
-def test_outputs_of_the_last_call_are_told_of_where_they_do_not_fit(
-    room: bool, outputs_go: bool, in_forward: bool, caplog: pytest.LogCaptureFixture
+def test_outputs_of_earlier_calls_are_told_of_where_they_do_not_fit(
+    room: bool, kept: tuple[str, ...], in_forward: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    net, x, logits_bytes = Wide(in_forward), torch.randn(512, 64), 512 * 4096 * 4
+    net, x = Wide(in_forward), torch.randn(512, 64)
     plan = memplan.plan(net, x, "min", costs="estimate")
-    budget_bytes = plan.peak_bytes + 2 * logits_bytes * room
+    budget_bytes = plan.peak_bytes + 2 * LOGITS_BYTES * room
     memplan.apply(net, x, budget_bytes, costs="estimate")
     with caplog.at_level(logging.WARNING, "memplan"), LiveMeter() as meter:
         for _ in range(4):
             outputs = net(x)
             outputs["loss"].backward()
             net.zero_grad()
-            if outputs_go:
-                outputs = {"loss": outputs["loss"]}
-    told = warnings_in(caplog, "of outputs of the last call are there while the next one runs")
+            outputs = {name: outputs[name].detach() for name in kept}  # other tensors in the same memory
+    told = warnings_in(caplog, TOLD)
     beyond_bytes = plan.problem.resident_bytes + meter.peak_bytes - budget_bytes
-    assert len(told) == (beyond_bytes > logits_bytes // 2) == (in_forward and not outputs_go and not room)
-    assert all(f"held_bytes={logits_bytes + 4})" in message for message in told)
+    assert len(told) == (beyond_bytes > LOGITS_BYTES // 2) == (in_forward and "logits" in kept and not room)
+    held_bytes = LOGITS_BYTES + 4 * ("loss" in kept)
+    assert all(f"held_bytes={held_bytes})" in message for message in told)
+
+
+def test_room_for_outputs_of_earlier_calls_is_room_enough(caplog: pytest.LogCaptureFixture) -> None:
+    net, x = Wide(), torch.randn(512, 64)
+    room = memplan.Surroundings(held_bytes=LOGITS_BYTES + 4)
+    memplan.apply(net, x, "min", costs="estimate", surroundings=room)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        for _ in range(3):
+            outputs = net(x)
+            outputs["loss"].backward()
+    assert warnings_in(caplog, TOLD) == []
+
+
+def test_outputs_that_the_model_lets_go_are_not_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    net, x = Wide(keeps=True), torch.randn(512, 64)
+    memplan.apply(net, x, "min", costs="estimate")
+    with caplog.at_level(logging.WARNING, "memplan"):
+        for _ in range(3):
+            net(x)["loss"].backward()
+    assert net.logits is not None and warnings_in(caplog, TOLD) == []
 
 
 class Tied(nn.Module):

@@ -181,8 +181,8 @@ def test_large_outputs_come_to_where_those_of_the_last_step_were() -> None:
     problem = began_with(problem, (10, False, ""), (2, True, ""), update=((0, 3 * MIB), (1, 64 * MIB)))
     schedule = (Compute(0), Drop(0), Compute(1), Boundary(), Compute(2))
     outside = reserved._makers_of_outputs(problem)
-    assert outside == {1: (251 * MIB,), 0: (6 * MIB,)} and list(outside) == [1, 0]
-    steering = Steering(0, ({},), outside)
+    steering = Steering(2 * MIB, ({},), outside)
+    assert outside == {0: (6 * MIB,), 1: (251 * MIB,)} and steering.places == [(1, 251 * MIB), (0, 6 * MIB)]
     without = replace(steering, outside=dict.fromkeys(outside, ()))
     held_mib = 3 + 6 + 251 + 3 + 64
     assert reserved_bytes(problem, schedule, False, steering) <= (held_mib + 40) * MIB

@@ -120,8 +120,6 @@ class NamedState:
                 table.unchecked, table.by_line = frozenset(others), namespace.owned and not namespace.held
                 yield title, table
 
-    # -- which code runs --------------------------------------------------------------------------------------------
-
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
             if base in self._classes or is_library_code(base):
@@ -218,8 +216,6 @@ class NamedState:
             if module is not None and not is_library_code(module):
                 for name in names or facts.others & vars(module).keys():
                     self._name_global(vars(module), (name,))
-
-    # -- what it names ----------------------------------------------------------------------------------------------
 
     def _name_global(self, namespace: dict[str, Any], chain: NameChain) -> None:
         name, *attributes = chain

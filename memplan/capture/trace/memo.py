@@ -139,9 +139,6 @@ class Memo:
         return outputs
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
-
-
 def _is_plain(given: Sequence[torch.Tensor], first: Any) -> bool:
     """Whether the first argument is the only tensor, and its layout all that a view depends on."""
     if len(given) != 1 or given[0] is not first or first.is_inference():
@@ -199,9 +196,6 @@ def _repeated(recording: private.Recording, func: Any, call: _OpCall, known: _Re
         return outputs[0]
     node.meta["val"] = kind(seen)
     return kind(outputs)
-
-
-# -- reading ---------------------------------------------------------------------------------------------------------
 
 
 def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: Any, before: int) -> _Results | None:

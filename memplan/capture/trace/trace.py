@@ -200,8 +200,6 @@ class _StepTrace:
         refusal = refusal_of(error, message, self._islands, around)
         return error if isinstance(error, UnsupportedModel) and (way_of(error) or not refusal.way) else refusal
 
-    # -- what is traced ---------------------------------------------------------------------------------------------
-
     def _step(
         self, params: Sequence[torch.Tensor], bufs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
@@ -349,8 +347,6 @@ class _StepTrace:
             assert node is not None
             self._notes.tangents[index], tangents[-1] = node, private.with_spec(tangents[-1], spec)
         return chosen, tangents
-
-    # -- what comes of it -------------------------------------------------------------------------------------------
 
     def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs) -> RawTrace:
         notes, names = self._notes, self._request.call.names

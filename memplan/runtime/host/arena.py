@@ -9,6 +9,7 @@ that happens again, the model has no arena any more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -133,8 +134,8 @@ class StepArena:
                 self.enter()
 
     def give_place(self, op: int) -> None:
-        """Take the plugs away that are where outputs of an op will be."""
-        for address in self._places.pop(op, ()):
+        """Take the plugs away that are where outputs of an op will be, if this thread is led."""
+        for address in self._places.pop(op, ()) if self._thread == threading.get_ident() else ():
             assert self._pool is not None
             self._pool.free(address)
 
@@ -223,12 +224,15 @@ class StepArena:
         return steering.moves[-1] if kept_bytes == steering.kept_bytes and len(steering.moves) > 1 else None
 
     def _hold_places(self, steering: Steering) -> None:
-        """Set plugs outside of the arena, where outputs will be."""
+        """Set plugs outside of the arena, where outputs will be. On a full device there would be places in it alone."""
         assert self._pool is not None
         with contextlib.suppress(torch.OutOfMemoryError):
-            for op, sizes in steering.outside.items():
-                for size_bytes in sizes:
-                    self._places.setdefault(op, []).append(self._pool.allocate_outside(size_bytes))
+            for op, size_bytes in steering.places:
+                address = self._pool.allocate_outside(size_bytes)
+                if 0 <= address - self._start < self._size:
+                    self._pool.free(address)
+                    break
+                self._places.setdefault(op, []).append(address)
 
     def _lose(self) -> None:
         """Give up leading this step."""
@@ -241,9 +245,11 @@ class StepArena:
         for address in self._plugs.values():
             assert self._pool is not None
             self._pool.free(address)
+        for address in itertools.chain(*self._places.values()):
+            assert self._pool is not None
+            self._pool.free(address)
         self._plugs.clear()
-        for op in list(self._places):
-            self.give_place(op)
+        self._places.clear()
 
 
 def steer_arena(store: Any, index: int) -> None:

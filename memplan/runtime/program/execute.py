@@ -91,7 +91,7 @@ class Runner:
         self.arrived: dict[int, Layout] | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
-        self.returned: list[weakref.ref[torch.Tensor]] = []  # by the last call
+        self.returned: list[tuple[Any, int]] = []  # memory of the last call's outputs, and its bytes
         self._adds = bool(self.written.in_backward)
         self.anchor = torch.empty(0, requires_grad=True, device=self.device)
 
@@ -162,7 +162,10 @@ class Runner:
             given = inputs[position]
             same = given if given.requires_grad == self.outputs.requires_grad[i] else given.detach()
             outputs = (*outputs[:i], same, *outputs[i + 1 :])
-        return self.outputs.as_dtensors(outputs)
+        outputs = self.outputs.as_dtensors(outputs)
+        own = [private.part_here(outputs[i]) for i in self.outputs.own]
+        self.returned = [(private.known_storage(t), t.untyped_storage().nbytes()) for t in own]
+        return outputs
 
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._plan.schedule, self.store, self.device)

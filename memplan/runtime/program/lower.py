@@ -142,8 +142,6 @@ class _Lowering(ProgramNodes):
                 break
         return dead
 
-    # -- steps ------------------------------------------------------------------------------------------------------
-
     def _compute(self, index: int, dead: set[int]) -> None:
         op, kernel = self.graph.ops[index], self.traced.kernels[index]
         again = index in self.ran
@@ -251,8 +249,6 @@ class _Lowering(ProgramNodes):
                 self.live[value] = instance
                 fresh.add(value)
         return fresh
-
-    # -- copies -----------------------------------------------------------------------------------------------------
 
     def _the_slab(self) -> fx.Node:
         if self.slab is None:

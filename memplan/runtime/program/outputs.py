@@ -29,6 +29,7 @@ class Outputs:
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
     - shared: groups of differentiable outputs that lie in the same memory.
     - specs: of DTensors, by position: of the tensor, and of its gradient.
+    - own: those that the step makes and the caller alone holds, by position; one for each memory.
     """
 
     names: tuple[str, ...]
@@ -36,9 +37,15 @@ class Outputs:
     inner: Mapping[int, bool]
     shared: tuple[tuple[int, ...], ...]
     specs: Mapping[int, tuple[Any, Any]]
+    own: tuple[int, ...]
 
     @staticmethod
     def of(traced: Traced) -> Outputs:
+        graph, template = traced.graph, traced.template
+        # What the model keeps, in buffers or attributes, it lets go as the next call begins.
+        kept = range(len(traced.outputs)) if template.attributes else traced.reassigned.values()
+        own = {v for v in graph.outputs if graph.values[v].size_bytes} - {traced.outputs[i].value for i in kept}
+        positions = {o.value: i for i, o in enumerate(traced.outputs[: template.returned]) if o.value in own}
         by_value: dict[int, list[int]] = {}
         for index, output in enumerate(traced.outputs):
             if output.requires_grad:
@@ -48,7 +55,8 @@ class Outputs:
             requires_grad=tuple(o.requires_grad for o in traced.outputs),
             inner=traced.inner,
             shared=tuple(tuple(group) for group in by_value.values() if len(group) > 1),
-            specs=traced.template.specs,
+            specs=template.specs,
+            own=tuple(positions.values()),
         )
 
     def as_dtensors(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +119,6 @@ class PlannedStep:
             for table, key, added in counters:
                 table[key] -= added
             raise
-        given = self.runner.program.input_outputs
-        self.runner.returned = [weakref.ref(outputs[i]) for i in range(traced.template.returned) if i not in given]
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
         for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs, numbers), strict=True):

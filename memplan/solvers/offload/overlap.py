@@ -176,8 +176,6 @@ class _Overlap:
             case _ if (value := getattr(step, "value", None)) is not None:
                 yield value
 
-    # -- what can move ----------------------------------------------------------------------------------------------
-
     def _flights(self) -> list[_Flight]:
         found = []
         for start, op in self.ran.items():
@@ -288,8 +286,6 @@ class _Overlap:
                 return None
         flight.tail = sorted(tail)
         return children
-
-    # -- where it moves to ------------------------------------------------------------------------------------------
 
     def _size_bytes(self, values: Iterable[int]) -> int:
         return sum(self.graph.values[v].size_bytes for v in values if self.graph.values[v].reuses is None)
