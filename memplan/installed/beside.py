@@ -89,8 +89,9 @@ def news_of_outputs(
     most_bytes = beyond_bytes + planned_bytes * step.peak_bytes(call) // plan.peak_bytes
     text = (
         f"{format_bytes(held_bytes)} of outputs of earlier calls are there while the next one runs, which no plan "
-        f"counts: up to {format_bytes(most_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. Let them "
-        f"go after backward (`del outputs`), or leave room with memplan.Surroundings(held_bytes={held_bytes + room_bytes})"
+        f"counts: up to {format_bytes(most_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. "
+        "Let them go after backward (`del outputs`), or leave room with "
+        f"memplan.Surroundings(held_bytes={held_bytes + room_bytes})"
     )
     return {"outputs": text} if most_bytes > limit_bytes else {}
 
