@@ -118,8 +118,8 @@ HEAD = f"""# Predicted, allocated and reserved
 
 MiB. Peaks of the first {STEPS} steps on the twin of a card of 80 GiB, as `make twin-table` writes them. Predicted is
 `plan.peak_bytes`, then `plan.reserved_bytes` beside each reserved; in brackets is reserved over predicted, or over
-allocated in a plain step. AdamW is fused. The first columns are with `expandable_segments:True`, which `apply` sets,
-the last with PyTorch's default.
+allocated in a plain step. AdamW is fused. The first columns are of processes that begin with
+`expandable_segments:True`, the last of those that begin with PyTorch's default, which `apply` changes.
 
 {{versions}}
 
