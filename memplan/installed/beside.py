@@ -74,7 +74,7 @@ def news_of_outputs(
     """A warning, by subject, where outputs of earlier calls are there while a step begins, and do not fit beside it.
 
     - step, call: the one that begins, and what for. steps: all of the model's.
-    - room_bytes: what the plan leaves room for, whatever that is.
+    - room_bytes: what the plan leaves room for already.
     - is_in_bytes: the budget is for what an allocator reserves, if one does.
     """
     runners = [known.runner for known in steps if isinstance(known, PlannedStep)]
