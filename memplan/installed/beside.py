@@ -71,7 +71,7 @@ class HeldGradients:
 def news_of_outputs(
     step: PlannedStep, call: Call, steps: Sequence[ServingStep], room_bytes: int, is_in_bytes: bool
 ) -> dict[str, str]:
-    """A warning, by subject, where outputs of earlier calls are there while a step begins, and do not fit beside it.
+    """A warning, by subject, where outputs of earlier calls are there while a step begins, and do not fit with it.
 
     - step, call: the one that begins, and what for. steps: all of the model's.
     - room_bytes: what the plan leaves room for already.

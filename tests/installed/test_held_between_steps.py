@@ -284,7 +284,7 @@ def test_several_forwards_at_once_are_told_of(caplog: pytest.LogCaptureFixture) 
 
 
 class Wide(nn.Module):
-    """Returns its loss beside logits that are most of what a step holds, and a part of its input.
+    """Returns its loss, logits that are most of what a step holds, and a part of its input.
 
     - in_forward: it peaks in forward.
     - keeps: it has the logits in an attribute too.
