@@ -212,8 +212,7 @@ class Problems:
         if source != "measure":
             return estimate(captured.traced, None if source == "estimate" else source, network)
         with AttributesKept(self.model):
-            if captured.left is not None:  # buffers that were none
-                captured.left.put()
+            captured.left.put()  # buffers that were none
             tensors = dict([*self.model.named_parameters(), *self.model.named_buffers()])
         sharded = self.placement.sharded()
         if init is None and any(t.is_meta for t in tensors.values()):
@@ -265,10 +264,10 @@ class Problems:
             for source in (residents[node] for node in nodes if node in residents and values[v].reuses is None)
         ]
         names = {id(tensor): state_of(name) for tensor, name in found}
+        found += [(parameter.grad, GRADIENT) for parameter in self.model.parameters()]
         for parameter, state in () if optimizer is None else optimizer.state.items():
             parts = [one for one in state.values() if isinstance(one, torch.Tensor)]
             found += [(part, names.get(id(parameter), STATE)) for part in parts]
-        found += [(parameter.grad, GRADIENT) for parameter in self.model.parameters()]
         dense = [(tensor, name) for tensor, name in found if tensor is not None and tensor.layout is torch.strided]
         holders = {private.part_here(tensor).data_ptr(): name for tensor, name in dense}
         return tuple(Segment(*one) for one in private.reserved_before(traced.device, holders))

@@ -235,7 +235,10 @@ def _allocator_settings() -> str:
 def reserved_before(device: torch.device, holders: dict[int, str]) -> list[tuple[Any, ...]]:
     """Segments of PyTorch's CUDA allocator, as in `Segment`: of stream 0 on the current stream, and of 2 on others.
 
-    holders: names by the address of what they hold. A block of several has no name.
+    holders: names by address, in the order in which a process makes what they hold. A block of several has no name.
+
+    Of free blocks of one size PyTorch (2.12 and later) takes that of the oldest segment, which it does not tell. So
+    segments that don't expand get addresses here, the lower the older they seem by what they hold.
 
     Workspaces of cuBLAS, which come again, and cached memory go back. Memory pools of their own are left out.
     """
@@ -243,6 +246,7 @@ def reserved_before(device: torch.device, holders: dict[int, str]) -> list[tuple
     torch.cuda.empty_cache()
     where = torch.cuda.current_device() if device.index is None else device.index, (0, 0)
     current, addresses, found = torch.cuda.current_stream(device).cuda_stream, sorted(holders), []
+    ages = {name: age for age, name in enumerate(holders.values())}
     for one in torch.cuda.memory_snapshot():
         if (one["device"], tuple(one["segment_pool_id"])) == where:
             blocks = []
@@ -253,7 +257,9 @@ def reserved_before(device: torch.device, holders: dict[int, str]) -> list[tuple
                 blocks.append((size, block["state"] != "inactive", names.pop() if len(names) == 1 else ""))
             small, stream = one["segment_type"] == "small", 0 if one["stream"] == current else 2
             found.append((one["address"], stream, small, one["is_expandable"], tuple(blocks)))
-    return found
+    found.sort(key=lambda one: (one[3], min(ages.get(name, len(ages)) for _, _, name in one[4]), -one[0]))
+    ends = [0, *accumulate(sum(size for size, _, _ in one[4]) for one in found)]
+    return [one if one[3] else (end, *one[1:]) for one, end in zip(found, ends, strict=False)]
 
 
 def pytorch_allocates() -> bool:

@@ -6,7 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
+from memplan import torch_private as private
 from memplan.problem.caching_allocator import CachingAllocator, Segment
 from tests.support.allocator_traces import FOLDER, KINDS, NEEDS_ALLOCATOR, Trace, first_difference, record_in_a_process
 
@@ -34,6 +36,25 @@ def test_the_replay_does_what_this_allocator_does(kind: str, expandable: bool, t
     path = tmp_path / "trace.json.gz"
     record_in_a_process(kind, expandable, 1, 800, path)
     assert first_difference(Trace.load(path)) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.twin
+@NEEDS_ALLOCATOR
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="the lowest address decides")
+def test_of_equal_holes_that_of_the_oldest_segment_is_taken() -> None:
+    size_bytes = 512 << 10  # four to a segment
+    blocks = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    holes = [blocks.pop(at).data_ptr() for at in (57, 49, 41)][::-1]
+    holders = {block.data_ptr(): f"block {age}" for age, block in enumerate(blocks)}
+    allocator = CachingAllocator(private.segments_expand())
+    found = allocator.restore([Segment(*one) for one in private.reserved_before(torch.device("cuda"), holders)])
+    taken = [torch.empty(size_bytes, dtype=torch.uint8, device="cuda") for _ in holes]
+    assert [block.data_ptr() for block in taken] == holes
+    for hole in holes:
+        address = allocator.allocate(size_bytes)
+        moved = {hole - real: address - found[name][0] for real, name in holders.items() if abs(hole - real) < 2 << 20}
+        assert all(real == replayed for real, replayed in moved.items() if abs(real) == size_bytes)
 
 
 @pytest.mark.parametrize(

@@ -753,11 +753,11 @@ def test_blocks_of_a_process_have_the_names_of_what_lies_in_them(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     planner = Planner(model, model.forward, Settings("min", optimizer=optimizer, costs="estimate"))
     captured = or_raise(planner.capturing.capture((x,)))
-    first, second, several = planner._problems._segments(captured)
+    first, several, second = planner._problems._segments(captured)
     names = [
         "parameter 0.weight", "buffer 1.running_mean", "input input",
         "optimizer's state of parameter 0.weight", "gradient", "",
     ]  # fmt: skip
-    assert first == Segment(1, 0, True, False, (*((32, True, name) for name in names), (64, False, "")))
+    assert first == Segment(0, 0, True, False, (*((32, True, name) for name in names), (64, False, "")))
     assert second == Segment(2, 2, False, True, ((32, True, "parameter 0.weight"),))
-    assert several.blocks == ((1 << 60, True, ""),)
+    assert several.blocks == ((1 << 60, True, ""),) and several.address == 6 * 32 + 64
