@@ -11,24 +11,19 @@ from memplan.plans.plan import Plan
 from memplan.plans.plan_text import peak_in_short
 from memplan.plans.step_memory import step_memory
 from memplan.problem.data import Problem
-from memplan.problem.reserved import reserved_bytes, runs_within, steering_of
+from memplan.problem.reserved import reserved_bytes, steering_of
 from memplan.problem.simulate import simulate
 from memplan.problem.steering import Steering
 from memplan.solvers import Candidate, Front
 from memplan.solvers.bounds.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
-_UNSURE = 0.04  # of a limit: where memory is given back in every step, small differences matter
 _MOST_LED = 4  # candidates, through an arena
 _MOST_REPLAYED = 32  # candidates; each is replayed over up to ten steps
 
 
 def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candidate | None:
-    """The fastest candidate for which PyTorch's CUDA allocator reserves no more than the limit.
-
-    Where there is none, it is the fastest that runs well within the limit because the allocator gives cached memory
-    back, which takes time in each step; where there is none either, None. Of long fronts a part is tried.
-    """
+    """The fastest candidate for which CUDA's allocator reserves no more than the limit. Of many, a part is tried."""
     requests = problem.requests
     assert requests is not None
     fitting = [point for point in reversed(front.points) if point.peak_bytes <= limit_bytes]
@@ -50,10 +45,7 @@ def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candid
             first, most_bytes = trial + 1, tried[trial].peak_bytes - excess_bytes
             trial = next((i for i in range(first, fits) if tried[i].peak_bytes <= most_bytes), (first + fits) // 2)
     fits = next((i for i in range(fits) if over_bytes(tried[i]) <= 0), fits)
-    if fits < len(tried):
-        return tried[fits]
-    room_bytes = int(limit_bytes * (1 - _UNSURE))
-    return next((p for p in tried if runs_within(problem, p.schedule, requests.expandable, room_bytes)), None)
+    return tried[fits] if fits < len(tried) else None
 
 
 def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:

@@ -117,7 +117,7 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._held: dict[int, _Chunk] = {}
         self._end = SMALL_SEGMENT_BYTES  # of all segments so far
-        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.refused = 0
+        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = 0
 
     @property
     def free_blocks(self) -> dict[tuple[int, bool], tuple[tuple[int, int], ...]]:
@@ -176,7 +176,6 @@ class CachingAllocator:
             self.empty_cache()
             block = self._reserve(pool, size)
         if block is None:
-            self.refused += 1
             return 0
         left = block.size_bytes - size
         if left >= MIN_BLOCK_BYTES if small or self.expandable else left > SMALL_BYTES:  # `should_split`

@@ -87,17 +87,6 @@ def _dropped(problem: Problem, schedule: Schedule) -> frozenset[int]:
     return frozenset(v for v in graph.outputs if graph.values[v].size_bytes > SMALL_BYTES) - read
 
 
-def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
-    """Whether a training loop without an arena runs while the allocator may reserve no more than the limit.
-
-    Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
-    """
-    limit_bytes += _foreign_bytes(problem)
-    allocator = CachingAllocator(expandable, limit_bytes)
-    _Loop(problem, schedule, _Heap(allocator)).run(allocator)
-    return not allocator.refused and allocator.peak_reserved_bytes <= limit_bytes
-
-
 def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steering | None:
     """How steps are led through an arena; None where they may have none, can't be led, or reserve no less for it.
 
@@ -296,9 +285,9 @@ class _Loop:
             allocator.allocate(size_bytes)
 
     def run(self, allocator: CachingAllocator) -> None:
-        """Run ten steps, or fewer if one begins with what an earlier one began with, or a request is refused."""
+        """Run ten steps, or fewer if one begins with what an earlier one began with."""
         seen: list[object] = []
-        while len(seen) < _MOST_STEPS and not allocator.refused and (free := allocator.free_blocks) not in seen:
+        while len(seen) < _MOST_STEPS and (free := allocator.free_blocks) not in seen:
             seen.append(free)
             self._step()
 

@@ -16,7 +16,7 @@ from memplan.config import Config
 from memplan.planning import choosing, plan_search, problems
 from memplan.planning.choosing import fastest_reserved
 from memplan.problem.data import Requests
-from memplan.problem.reserved import reserved_bytes, runs_within
+from memplan.problem.reserved import reserved_bytes
 from memplan.solvers import solve_front
 from memplan.units import format_bytes
 from tests.support.random_graphs import unet_like
@@ -35,10 +35,8 @@ def test_the_fastest_that_fits_is_taken(expandable: bool, monkeypatch: pytest.Mo
         fitting = [p for p, size_bytes in found.items() if size_bytes <= limit_bytes]
         if fitting:
             assert chosen is not None and chosen.time_s == min(p.time_s for p in fitting)
-        elif chosen is not None:
-            assert runs_within(problem, chosen.schedule, expandable, limit_bytes)
         else:
-            assert not any(runs_within(problem, p.schedule, expandable, int(0.95 * limit_bytes)) for p in found)
+            assert chosen is None
 
 
 @pytest.mark.parametrize("spare_mib", [10, 60, 300])
@@ -58,16 +56,6 @@ def test_what_an_arena_makes_fit_is_found_in_few_trials(spare_mib: int, monkeypa
         chosen = fastest_reserved(problem, SimpleNamespace(points=points), limit_mib * MIB)  # type: ignore[arg-type]
         fitting = [p for p in points if p.peak_bytes <= (limit_mib - spare_mib) * MIB]
         assert chosen is fitting[-1] and len(trials) <= 4
-
-
-def test_less_than_is_reserved_may_do() -> None:
-    """The allocator gives back what it has cached, as far as nobody holds any of it."""
-    problem = replace(unet_like(4), requests=Requests())
-    front = solve_front(problem, Config(methods=("rotor",), points=8))
-    for point in front.points:
-        most = reserved_bytes(problem, point.schedule, False)
-        assert runs_within(problem, point.schedule, False, most)
-        assert not runs_within(problem, point.schedule, False, point.peak_bytes - 1)
 
 
 class _Wide(nn.Module):
