@@ -41,7 +41,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from memplan.errors import IllegalSchedule
 from memplan.problem import schedule as steps
-from memplan.problem.data import Op, Problem
+from memplan.problem.data import Op, Problem, Value
 from memplan.problem.lanes import CopyDirection, direction_of, seconds_in_flight
 from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of
 
@@ -149,33 +149,19 @@ class _Machine:
         self.changes.append([])
         self.most_bytes = self.held_bytes
         match step:
-            case steps.Compute(op):
-                self._compute(self._indexed(op, self.graph.ops, "op"), op)
-            case steps.Drop(value):
-                self._drop(value)
-            case steps.SaveRng(op):
-                self._save_rng(op)
-            case steps.DropRng(op):
-                self._drop_rng(op)
             case steps.Boundary():
                 self._cross_boundary()
             case steps.SurfaceGrads(values):
                 self._surface(values)
-            case steps.Stay(value):
-                self._stay(value)
-            case steps.Offload(value):
-                self._offload(value)
-            case steps.Prefetch(value):
-                self._prefetch(value)
-            case steps.Wait(value):
-                self._wait(value)
-            case steps.DropHost(value):
-                self._drop_host(value)
+            case steps.Compute(index) | steps.SaveRng(index) | steps.DropRng(index):
+                _OF_OPS[type(step)](self, index, self._indexed(index, self.graph.ops, "op"))
+            case _:
+                _OF_VALUES[type(step)](self, step.value, self._indexed(step.value, self.graph.values, "value"))
         self.host_after.append(self.host_bytes)
         self.after.append(self.held_bytes)
         self.during.append(self.most_bytes)
 
-    def _compute(self, op: Op, index: int) -> None:
+    def _compute(self, index: int, op: Op) -> None:
         values, live = self.graph.values, self.live
         first = self.runs[index] == 0
         if first:
@@ -255,8 +241,7 @@ class _Machine:
             return f"{op.name} reads {name}, which has been overwritten"
         return f"{op.name} reads {name}, which is not live"
 
-    def _drop(self, index: int) -> None:
-        value = self._indexed(index, self.graph.values, "value")
+    def _drop(self, index: int, value: Value) -> None:
         if (value.resident and not value.fetched) or value.held or value.role == "tangent":
             raise self._illegal(f"{value.name} is held from outside and can't be dropped")
         if not self.live[index]:
@@ -266,8 +251,7 @@ class _Machine:
         self.live[index] = False
         self._change("value", index, -value.size_bytes)
 
-    def _save_rng(self, index: int) -> None:
-        op = self._indexed(index, self.graph.ops, "op")
+    def _save_rng(self, index: int, op: Op) -> None:
         if not op.random or self.runs[index] or index in self.saved_rng:
             raise self._illegal(f"{op.name}: only a random op that has not run yet needs a generator state, and one")
         if self.random_ops[self.next_random] != index:
@@ -275,8 +259,7 @@ class _Machine:
         self.saved_rng.add(index)
         self._change("state", index, self.graph.rng_state_bytes)
 
-    def _drop_rng(self, index: int) -> None:
-        op = self._indexed(index, self.graph.ops, "op")
+    def _drop_rng(self, index: int, op: Op) -> None:
         if index not in self.saved_rng:
             raise self._illegal(f"no generator state is kept for {op.name}")
         self.saved_rng.remove(index)
@@ -322,8 +305,7 @@ class _Machine:
             if self.problem.frees_gradients:
                 self._change("value", index, -value.size_bytes)
 
-    def _stay(self, index: int) -> None:
-        value = self._indexed(index, self.graph.values, "value")
+    def _stay(self, index: int, value: Value) -> None:
         if not value.lasting or value.home != "host" or self.problem.in_flight > 1:
             raise self._illegal(f"{value.name} can't stay on the device between steps")
         if self.live[index] or any(self.runs):
@@ -332,8 +314,7 @@ class _Machine:
         self.live[index] = True
         self._change("value", index, value.size_bytes)
 
-    def _offload(self, index: int) -> None:
-        value = self._indexed(index, self.graph.values, "value")
+    def _offload(self, index: int, value: Value) -> None:
         if not self.live[index] or self.elsewhere[index] or index in self.copying:
             raise self._illegal(
                 f"{value.name} can't be offloaded: it is not live, on the host already, or being copied"
@@ -344,8 +325,7 @@ class _Machine:
         self.host_bytes += value.size_bytes
         self._begin(index, "out")
 
-    def _prefetch(self, index: int) -> None:
-        value = self._indexed(index, self.graph.values, "value")
+    def _prefetch(self, index: int, value: Value) -> None:
         if self.live[index] or not self.elsewhere[index] or index in self.copying:
             raise self._illegal(
                 f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied"
@@ -363,8 +343,7 @@ class _Machine:
             raise self._illegal("the problem has no link to host memory")
         self.copying[index] = _Copy(direction)
 
-    def _wait(self, index: int) -> None:
-        value = self._indexed(index, self.graph.values, "value")
+    def _wait(self, index: int, value: Value) -> None:
         if index not in self.copying:
             raise self._illegal(f"{value.name} is waited for, but is not being copied")
         copy = self.copying.pop(index)
@@ -372,8 +351,7 @@ class _Machine:
         if copy.second:
             self._change("second", index, -value.size_bytes)
 
-    def _drop_host(self, index: int) -> None:
-        value = self._indexed(index, self.graph.values, "value")
+    def _drop_host(self, index: int, value: Value) -> None:
         if not self.elsewhere[index] or index in self.copying:
             raise self._illegal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
         if value.home != "device":
@@ -425,3 +403,10 @@ class _Machine:
             stall_s=stall_s,
             waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
         )
+
+
+_OF_OPS = {steps.Compute: _Machine._compute, steps.SaveRng: _Machine._save_rng, steps.DropRng: _Machine._drop_rng}
+_OF_VALUES = {
+    steps.Drop: _Machine._drop, steps.Stay: _Machine._stay, steps.Offload: _Machine._offload,
+    steps.Prefetch: _Machine._prefetch, steps.Wait: _Machine._wait, steps.DropHost: _Machine._drop_host,
+}  # fmt: skip
