@@ -391,3 +391,22 @@ def test_strided_nested_tensors_are_refused_in_words() -> None:
     net, x = nn.Linear(8, 8), torch.nested.as_nested_tensor([torch.randn(3, 8), torch.randn(5, 8)])
     with pytest.raises(memplan.UnsupportedModel, match=r"layout=torch\.jagged"):
         memplan.apply(net, x, "1GiB", costs="estimate")
+
+
+class _Tree(dict[str, Any]):
+    """A config whose keys are attributes. Those that are missing are made."""
+
+    def __getattr__(self, key: str) -> Any:
+        return self[key]
+
+    def __missing__(self, key: str) -> _Tree:
+        self[key] = _Tree()
+        return self[key]  # type: ignore[no-any-return]
+
+
+def test_a_config_that_makes_its_keys_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model.config = _Tree(width=8)  # type: ignore[assignment]
+    memplan.apply(model, torch.randn(16, 4), "1GiB")
+    model(torch.randn(16, 4)).sum().backward()
+    assert model.config == {"width": 8}
