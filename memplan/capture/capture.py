@@ -18,7 +18,7 @@ from memplan.capture import capturable
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.analysis.values import build_traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.attributes_kept import AddedHook, AttributesKept, LeftBehind, SetValue, UselessTensor
+from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind, SetValue, UselessTensor
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.tables import attribute_owners
 from memplan.capture.key import StepKey
@@ -62,12 +62,11 @@ class Capture:
     - call: the call that it was captured with.
     - key: tells which calls the step serves.
     - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
-    - settled: Python attributes that the first eager forward sets and later ones leave.
     - counters: Python attributes to which each forward adds, and how much.
-    - hooks: hooks that the first eager forward adds to submodules.
     - options: what it was made with.
     - answers: what forward reads from tensors.
-    - left: what the first eager forward leaves, and what was there for the capture.
+    - left: what the first eager forward leaves: attributes, hooks of submodules, caches. The step is that of a later
+      one, which finds them there.
     - islands: with the reason for each, in words.
     """
 
@@ -75,30 +74,20 @@ class Capture:
     call: Call
     key: StepKey
     expanded: Traced | None
-    settled: tuple[SetValue, ...]
     counters: tuple[SetValue, ...]
-    hooks: tuple[AddedHook, ...]
     options: CaptureOptions
     answers: tuple[Answer, ...]
     islands: tuple[str, ...]
-    left: LeftBehind | None = None
+    left: LeftBehind
 
     def changed(self, change: Callable[[Traced], Traced]) -> Capture:
         """The capture with a change made to its step, and to that for `out.sum().backward()`."""
         expanded = None if self.expanded is None else change(self.expanded)
         return dataclasses.replace(self, traced=change(self.traced), expanded=expanded)
 
-    def settle(self, model: nn.Module) -> None:
-        """Set the attributes, and add the hooks, that the first eager forward would."""
-        if self.left is not None:
-            self.left.put()
-            self.left.values.clear()  # what forward leaves there later stays
-            self.left.contents.clear()
-        tables = dict(self.key.tables) if self.settled else {}
-        for name, key, value in self.settled:
-            tables[name][key] = value  # type: ignore[index]
-        for hook in self.hooks:
-            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
+    def settle(self, call: Call) -> bool:
+        """Leave in the model what the first eager forward does, if the step then serves the call, and only then."""
+        return self.left.settle(lambda: self.key.mismatch(call) is None)
 
 
 def capture(
@@ -162,6 +151,7 @@ def _capture(
         reads.pass_over_names(raw.handed)
         device_type = None if device is None else planned_device.type
         key = StepKey(model, call, autocast, device_type, shards, reads, run)
+        left = attributes.settled(settled)
     refuse_reads(raw.islands.values(), model, reads)
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
@@ -172,7 +162,7 @@ def _capture(
     key.guard(traced, raw, call)
     answers = tuple(raw.answers[: raw.forward_reads])
     return Capture(
-        traced, call, key, expanded, settled, counters, attributes.added_hooks, options, answers, islands.told
+        traced, call, key, expanded, counters, options, answers, islands.told, left
     )  # fmt: skip
 
 
@@ -208,17 +198,17 @@ def _settled_trace(
         raw = again
     if settled:
         request.memory.undo()
-        first, raw = raw, trace_step(request)
-        if _lasting_ops(first) != _lasting_ops(raw):
+        later = _trace_once_more(request)
+        is_same, now = later is not None and _seen_of(later) == seen_before, attributes.changes()
+        if later is None or (now == settled and not is_same):
             raise Refusal(
-                f"the first run of forward sets {'.'.join(settled[0][:2])}, and writes to tensors or draws as no "
-                "later one does; a planned step would not. Run the model once before memplan.apply",
-                StateChanges(settled[0].owner),
+                f"the first run of forward sets {'.'.join(settled[0][:2])}, and does what no later one does; a planned "
+                "step would not. Run the model once before memplan.apply",
+                StateChanges(settled[0].owner, at_first=True),
             )
-        now = attributes.changes()
         if now == settled:
-            return raw, settled, ()
-        counters, seen_before = attributes.counters(settled, now), _seen_of(raw)
+            return later, settled, ()
+        raw, counters = later, attributes.counters(settled, now) if is_same else ()
         request.memory.undo()
         with attributes.counting(counters) as is_right, contextlib.suppress(TypeError):
             again = _trace_once_more(request) if counters else None
@@ -235,12 +225,6 @@ def _settled_trace(
 def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
     """What one trace has in common with another that differs in nothing."""
     return str(raw.module.graph), raw.template.plain()
-
-
-def _lasting_ops(raw: RawTrace) -> list[str]:
-    """Ops of a trace that outlast it: writes to parameters, buffers and arguments, and draws of random numbers."""
-    writes = _writing(raw)
-    return [str(node.target) for node in raw.module.graph.nodes if node in writes or draws(node)]
 
 
 def _writing(raw: RawTrace) -> set[fx.Node]:

@@ -126,6 +126,14 @@ class StepChoice:
         return self.known.use(step) if any(step is known for known in self.known.all) else step
 
     def _known_step(self, call: Call) -> ServingStep | None:
+        """The step that serves a call, if need be once the model has what a first forward leaves; or None."""
+        step = self._serving(call)
+        at_first = self.known.whole() if step is None else [step]
+        if any(isinstance(s, PlannedStep) and s.capture.settle(call) for s in at_first):
+            return self._serving(call)
+        return step
+
+    def _serving(self, call: Call) -> ServingStep | None:
         """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
         serving = self.known.serving(call)
         if not self.sharded:
@@ -196,6 +204,8 @@ class StepChoice:
                 step = EagerStep.of(self.model, self.planner.forward, call, call.device_type)
             if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
                 return step.saying(f". {longest}")
+            if isinstance(step, PlannedStep):
+                step.capture.left.put_for_good()
             return step if isinstance(step, Refused) else self.add(step, time.monotonic() - began_s)
 
     def _look_for_unsteady(self, call: Call) -> str | None:
@@ -280,8 +290,6 @@ class StepChoice:
 
     def add(self, step: ServingStep, took_s: float = 0.0) -> ServingStep:
         """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
-        if isinstance(step, PlannedStep):
-            step.capture.settle(self.model)
         host = self.planner.placement.host
         if self._host is not None and host != self._host:
             self.known.forget()  # they were made for parameters that have moved since
@@ -307,7 +315,7 @@ class StepChoice:
 
         if self.agreement is None:
             with errors_of_forward():
-                step = self._known_step(call) or planned()
+                step = self._serving(call) or planned()
         else:
             step = self._agreed(call, self.agreement, planned)
         return step.plan_for(call) if isinstance(step, PlannedStep) else step.plan

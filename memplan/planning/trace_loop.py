@@ -21,9 +21,11 @@ from typing import Any
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
+from memplan.capture.attributes.snapshot import is_unchanged
+from memplan.capture.attributes.tables import is_plain
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.ways import Calls, LetRequireGrad, MakeIslands, StateChanges, TakeBranches, way_of
@@ -109,7 +111,7 @@ class TraceLoop:
                 with private.functions_applied_by(note):
                     found = self._traced()
                 self._known.islands = self._islands
-                return found
+                return dataclasses.replace(found, left=found.left.to_come())
             except UnsupportedModel as error:
                 refusal = error.with_traceback(None)
             way = way_of(refusal)
@@ -132,6 +134,12 @@ class TraceLoop:
             left, caches = first.left, first.caches
             if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
                 raise self._cached  # what it leaves is no cache
+            with AttributesKept(self._model, run=self._run):
+                caches.put()
+                again, cached = self._look_or_raise(), {(id(table), key): v for table, key, v in caches.values}
+            plain = ((cached.get((id(table), key), v), v) for table, key, v in again.left.values if is_plain(v))
+            if again.outputs != first.outputs or not all(is_unchanged(before, now) for before, now in plain):
+                raise self._cached  # a second run gives or leaves something else
             self._first = first
         with contextlib.nullcontext() if self._first is None else AttributesKept(self._model, run=self._run):
             if self._first is not None:
@@ -147,12 +155,15 @@ class TraceLoop:
             assert self._cached is not None
             first, caches = self._first, self._first.caches
             anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
+            for path, _, key in (name.rpartition(".") for name in captured.traced.reassigned):
+                anew.add((id(self._model.get_submodule(path)._buffers), key))
             known = {(id(table), key) for table, key, _ in caches.values}
             if not {(id(table), key) for table, key, _ in first.left.values} <= anew | known:
                 raise self._cached  # a first run leaves more, and no later one does
             if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
                 raise self._cached
-            return dataclasses.replace(captured, left=caches)
+            left = LeftBehind([*caches.values, *captured.left.values], [*caches.contents, *captured.left.contents])
+            return dataclasses.replace(captured, left=left)
 
     def _look_or_raise(self) -> OneForward:
         """What a run of forward on the sample shows. Raises what goes wrong in it."""

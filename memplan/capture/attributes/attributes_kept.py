@@ -67,36 +67,58 @@ class UselessTensor(torch.Tensor):
 class LeftBehind:
     """What a run of forward left in a model.
 
-    - values: (table of attributes or buffers, key, value).
+    - values: (table of attributes, members or hooks, key, value); ABSENT is nothing.
     - contents: (container, a copy of what is in it).
+    - before: what was there before.
     """
 
-    values: list[tuple[MutableMapping[str, Any], str, Any]]
+    values: list[tuple[MutableMapping[Any, Any], Any, Any]]
     contents: list[tuple[Any, Any]]
+    before: LeftBehind | None = None
 
     def put(self) -> None:
         """Put it into the model."""
         for table, key, value in self.values:
-            table[key] = value
+            if value is not ABSENT:
+                table[key] = value
+            else:
+                table.pop(key, None)
         for container, content in self.contents:
             _restore(container, content)
 
+    def put_for_good(self) -> None:
+        """Put it into the model once. What forward leaves there later stays."""
+        self.put()
+        self.values.clear()
+        self.contents.clear()
+
+    def to_come(self) -> LeftBehind:
+        """The same, before which the model is as it is now."""
+        values = [(table, key, table.get(key, ABSENT)) for table, key, _ in self.values]
+        return LeftBehind(self.values, self.contents, LeftBehind(values, [(c, copied(c)) for c, _ in self.contents]))
+
+    def settle(self, serves: Callable[[], bool]) -> bool:
+        """Put it into a model that is as it was before, for good if it serves a purpose. Gives whether it does."""
+        if self.before is None or not (self.values or self.contents):
+            return False
+        there = [(before, table.get(key, ABSENT)) for table, key, before in self.before.values]
+        if not all(is_unchanged(*pair) for pair in (*there, *((b, c) for c, b in self.before.contents))):
+            return False
+        self.put()
+        if not serves():
+            self.before.put()
+            return False
+        self.put_for_good()
+        return True
+
     def without(self, excluded: Callable[[torch.Tensor], bool]) -> LeftBehind:
-        """All but values and contents with such tensors in them."""
+        """All but values and contents with such tensors in them, members other than buffers, and what has gone."""
 
         def fits(thing: Any) -> bool:
-            return not any(isinstance(t, torch.Tensor) and excluded(t) for t in leaves_of(thing, DEEPEST))
+            tensors = (t for t in leaves_of(thing, DEEPEST) if isinstance(t, torch.Tensor))
+            return not (thing is ABSENT or isinstance(thing, (nn.Module, nn.Parameter)) or any(map(excluded, tensors)))
 
         return LeftBehind([v for v in self.values if fits(v[2])], [c for c in self.contents if fits(c[1])])
-
-
-class AddedHook(NamedTuple):
-    """A hook that forward itself registers on a submodule."""
-
-    module: str
-    table: str
-    key: int
-    hook: Any
 
 
 class Counting:
@@ -139,7 +161,6 @@ for _name in vars(int).keys() - vars(Counting).keys() - {"__new__", "__getattrib
 class AttributesKept:
     """Puts attributes, members and hooks back after a trace, and says which of them forward changed.
 
-    - added_hooks: hooks that forward added; set once the trace is over.
     - set_anew: attributes that each run sets, to tensors of its own.
     """
 
@@ -160,7 +181,6 @@ class AttributesKept:
 
         members = [kind for kind in _MEMBERS if kind not in ignored]
         self._members, self._hooks = tables_of(*members), tables_of("_forward_hooks", "_forward_pre_hooks")
-        self.added_hooks: tuple[AddedHook, ...] = ()
         self.set_anew: tuple[SetValue, ...] = ()
         self._counted: Callable[[], bool] = bool
         self.counted_in_forward = False  # all that `counting` was told of, when forward ended
@@ -315,23 +335,24 @@ class AttributesKept:
         return tuple(changed)
 
     def left(self) -> LeftBehind:
-        """What forward has left in attributes so far, and in buffers that were None."""
+        """What forward has left so far in attributes, members, and containers."""
+        tables = [(table, before, self._unchecked) for _, table, before in self._tables]
+        tables += [(members, before, frozenset()) for _, _, members, before in self._members]
         values = [
-            (table, key, value)
-            for _, table, before in self._tables
+            (table, key, table.get(key, ABSENT))
+            for table, before, unchecked in tables
             if isinstance(table, MutableMapping)
-            for key, value in table.items()
-            if key not in self._unchecked and before.get(key, ABSENT) is not value
-        ]
-        values += [
-            (members, key, value)
-            for _, kind, members, before in self._members
-            if kind == "_buffers"
-            for key, value in members.items()
-            if value is not None and before.get(key) is None
+            for key in _exchanged(table, before)
+            if key not in unchecked
         ]
         contents = [(c, copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
         return LeftBehind(values, contents)
+
+    def settled(self, values: Sequence[SetValue]) -> LeftBehind:
+        """These values, and hooks that forward has added to submodules, as what it has left."""
+        left = [(self._by_name[name], key, value) for name, key, value in values]
+        left += [(hooks, k, hooks[k]) for _, _, hooks, were in self._hooks for k in hooks if k not in were]
+        return LeftBehind(left, [])
 
     def __exit__(self, *error: object) -> None:
         self._imports.__exit__(*error)
@@ -339,11 +360,9 @@ class AttributesKept:
 
     def restore(self) -> None:
         """Put back what there was."""
-        added = list[AddedHook]()
-        for name, of_hooks, hooks, were in self._hooks:
+        for _, _, hooks, were in self._hooks:
             for key in [k for k in hooks if k not in were]:
-                added.append(AddedHook(name, of_hooks, key, hooks.pop(key)))
-        self.added_hooks = tuple(added)
+                del hooks[key]
         for _, _, members, before in self._members:
             if _exchanged(members, before):
                 _restore(members, before)

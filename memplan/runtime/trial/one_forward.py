@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.kept_memory import has_memory, written_by
 from memplan.capture.ops import op_facts
+from memplan.capture.ops.edges import nodes_behind
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.ways import Refusal, RunsBackward, way_of
 from memplan.capture.trace.call import Call, Forward
@@ -24,6 +25,7 @@ from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.source_lines import lines_within, stack_depth
 from memplan.runtime.trial.nothing_kept import nothing_kept
+from memplan.runtime.trial.unplanned_peak import bits_of, generators_of
 from memplan.torch_private import pytree
 
 
@@ -36,12 +38,14 @@ class OneForward:
     - caches: the part of `left` that any first run would leave. It depends on shapes, and on buffers that no data
       reach, and not on parameters, inputs or random numbers.
     - written: names of parameters and buffers that it wrote to.
+    - outputs: bits of what it returned, states of generators then, and nodes of autograd.
     """
 
     answers: list[Answer]
     left: LeftBehind
     caches: LeftBehind
     written: frozenset[str]
+    outputs: tuple[Any, ...]
 
 
 def one_forward(
@@ -84,7 +88,7 @@ def one_forward(
             reads,
         ):
             try:
-                run(*call.variadic, **call.arguments)
+                output = run(*call.variadic, **call.arguments)
             except Exception as error:
                 if isinstance(way_of(error), RunsBackward):
                     raise
@@ -95,7 +99,10 @@ def one_forward(
         written = {n for n, p in model.named_parameters() if has_memory(p) and storage_key(p) in memory}
         written.update(name for name, buffer, version in buffers if buffer._version != version)
         caches = LeftBehind([], []) if reads.of_data else caches
-        return OneForward(reads.answers, left, caches, frozenset(written))
+        behind = nodes_behind(get_gradient_edge(t).node for t in tensors_of(output) if t.requires_grad)
+        ways = [(node.name(), *(target is None for target, _ in node.next_functions)) for node in behind]
+        outputs = (*bits_of(output), *generators_of(model, call), *ways)
+        return OneForward(reads.answers, left, caches, frozenset(written), outputs)
 
 
 class ForwardFails(Exception):

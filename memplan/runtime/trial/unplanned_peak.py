@@ -81,9 +81,9 @@ def unplanned_peak(model: nn.Module, call: Call, forward: Forward, most_bytes: f
             del starts
             return max(meter.peak_bytes, resident_bytes + grown[0])
 
-        before = _generators(model, call)
+        before = generators_of(model, call)
         peaks = [step(), step()]
-        now = _generators(model, call)
+        now = generators_of(model, call)
         left = _left(model, call, attributes.left())  # whose frame holds gradients no longer than that
         if before != now:
             peaks += map(step, range(2))
@@ -105,7 +105,7 @@ def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
     return bits_of([gradients, list(model.buffers()), state.values, state.contents])
 
 
-def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
+def generators_of(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """The states of all generators that forward may draw from."""
     return (*generator_states(held_in(model, torch.Generator)), *map(str, held_rng(torch.device(call.device_type))))
 
