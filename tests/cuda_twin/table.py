@@ -26,6 +26,7 @@ ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
 BUDGETS = ("plain", "0.7", "0.5", "min")
 LOOPS = ("AdamW", "no optimizer", "AdamW, two batches a step")  # the last two at the floor alone
 TRAINED = "AdamW, trained before"  # without a plan, so that memory lies in pieces when there is one
+LOSS_ALONE = ", loss alone"  # is kept of the outputs, at the end of a loop's name
 Row = dict[str, Any]
 
 
@@ -64,6 +65,8 @@ def measure(name: str, budget: str, loop: str, arena: str) -> Row:
                 output = None
                 batch = {name: tensor.clone() for name, tensor in batch.items()}
                 output = model(**batch)
+                if LOSS_ALONE in loop:
+                    output = loss_of(output)
                 loss_of(output).backward()
             if optimizer is not None:
                 optimizer.step()
