@@ -93,7 +93,7 @@ class LeftBehind:
         self.contents.clear()
 
     def to_come(self) -> LeftBehind:
-        """The same, before which the model is as it is now."""
+        """A copy that notes what the model has now, as what was there before."""
         values = [(table, key, table.get(key, ABSENT)) for table, key, _ in self.values]
         return LeftBehind(self.values, self.contents, LeftBehind(values, [(c, copied(c)) for c, _ in self.contents]))
 
