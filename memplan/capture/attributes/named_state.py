@@ -94,7 +94,7 @@ class NamedState:
         for module in model.modules():
             tables = [t for k, t in vars(module).items() if k.endswith("_hooks") and isinstance(t, dict)]
             for value in (*vars(module).values(), *(hook for table in tables for hook in table.values())):
-                self._reach_code(inspect.getattr_static(value, "__wrapped__", value))  # of a planned forward
+                self._reach_code(inspect.getattr_static(value, "__wrapped__", value))  # the model's own, if planned
         self._reach(run)
         while self._pending:
             self._look_into(self._pending.pop())
