@@ -220,8 +220,7 @@ def _difference(right: Parts | None, other: Parts | None) -> dict[str, Any] | No
     if right[0].dtype == torch.uint8:
         return {"note": "has other bits"}
     figures = [_figures(*pair) for pair in zip(right, other, strict=True) if pair[0].numel()]
-    largest, scale = max(f[0] for f in figures), max(f[1] for f in figures)
-    count = sum(f[2] for f in figures)
+    largest, scale, count = max(f[0] for f in figures), max(f[1] for f in figures), sum(f[2] for f in figures)
     relative = largest / scale if scale else math.inf
     return {"largest": largest, "relative": relative, "count": count, "total": sum(t.numel() for t in right)}
 

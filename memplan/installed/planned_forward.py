@@ -121,10 +121,9 @@ class PlannedForward:
         evaluates = self._training and not self.model.training and not on_host
         if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
             return True
-        hooks = "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)"
         around: dict[str, str | bool | None] = {
             "tracers": private.someone_traces() and "torch.func, forward-mode differentiation and tracers",
-            "saved tensors": private.exchanges_saved_tensors() and hooks,
+            "saved": private.exchanges_saved_tensors() and "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)",
             "parametrizations": private.parametrizations_are_cached() and "what calls share (parametrize.cached)",
             "shards": self.shards is not None and self.shards.unplanned_because(),
         }

@@ -35,7 +35,6 @@ def is_allocated(tensor: torch.Tensor) -> bool:
 
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-
 _ORDINARY_FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 

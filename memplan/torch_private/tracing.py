@@ -26,6 +26,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx, set_proxy_slot, track_tensor
 from torch.fx.graph import _BoxedCodeGen
+from torch.nn.utils.stateless import _functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -39,9 +40,7 @@ aten = torch.ops.aten
 TRACING = threading.RLock()
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-
 READ_SCALAR = aten._local_scalar_dense.default
-
 READ_DEVICE = torch.ops.prim.device.default
 
 # Nobody reads which torch functions the ops come from, and to note it takes a mode that each of them goes through.
@@ -101,9 +100,13 @@ def not_tracing_for_transformers() -> contextlib.AbstractContextManager[None]:
 
 
 def someone_traces() -> bool:
-    """Whether forward runs for torch.func, forward-mode differentiation or a tracer (export, jit, make_fx)."""
+    """Whether forward runs for torch.func, `functional_call` too, forward-mode differentiation or a tracer."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _functional_call.__code__:
+        frame = frame.f_back
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
+        frame is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._get_tracing_state() is not None
         or get_proxy_mode() is not None

@@ -210,20 +210,35 @@ def test_outputs_may_be_edited_where_eager_allows_it() -> None:
     assert_same_bits(grads_of(plain), grads_of(planned))
 
 
-def test_functional_call_is_exact_or_refused() -> None:
+def test_functional_call_runs_unplanned() -> None:
     plain, planned, sample = pair()
     results = []
     for net in (plain, planned):
         torch.manual_seed(1)
         state = {n: (p.detach() * 2).requires_grad_() for n, p in net.named_parameters()}
-        try:
-            torch.func.functional_call(net, state, (sample,)).backward()
-        except (RuntimeError, memplan.MemplanError):
-            assert net is planned
-            assert all(p.grad is None for p in net.parameters())
-            return
+        torch.func.functional_call(net, state, (sample,)).backward()
         results.append(({n: t.grad for n, t in state.items()}, grads_of(net)))
     assert_same_bits(*results)
+
+
+def test_an_inner_loop_between_planned_steps_has_the_same_bits(caplog: pytest.LogCaptureFixture) -> None:
+    plain, planned, sample = pair()
+    plan = memplan.plan_of(planned)
+    for _ in range(2):
+        results = []
+        for net in (plain, planned):
+            net.zero_grad()
+            torch.manual_seed(1)
+            weights = dict(net.named_parameters())
+            inner = torch.func.functional_call(net, {n: p * 1.0 for n, p in weights.items()}, (sample,))
+            steps = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+            fast = {n: p - 0.1 * step for (n, p), step in zip(weights.items(), steps, strict=True)}
+            torch.func.functional_call(net, fast, (sample,)).backward()
+            net(sample).backward()
+            results.append(grads_of(net))
+        assert_same_bits(*results)
+    assert caplog.text.count("runs unplanned under torch.func") == 1
+    assert memplan.plan_of(planned) is plan
 
 
 class Doubled(torch.autograd.Function):

@@ -344,7 +344,7 @@ class Runner:
         if (name := state.parameters.exchanged()) is not None:
             raise RuntimeError(
                 f"memplan: {name} is another tensor than it was in forward; run forward again, and keep the "
-                "parameters with which it ran until backward is over (torch.func.functional_call does not)"
+                "parameters with which it ran until backward is over"
             )
         if state.way != self.store.way:
             raise RuntimeError(
