@@ -175,9 +175,7 @@ class Capturing:
             log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
             return captured
         pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
-        tensors = [
-            t.new_zeros(()).expand(shape).contiguous().requires_grad_(t.requires_grad) for t, (shape, _) in pairs
-        ]
+        tensors = [t.new_zeros(()).expand(size).contiguous().requires_grad_(t.requires_grad) for t, (size, _) in pairs]
         return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
     def _for_all(

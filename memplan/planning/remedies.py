@@ -78,8 +78,6 @@ class Remedies:
             except Exception as error:  # if a changed model fails in any way, the refusal is raised
                 log.debug("%s is no remedy: %s", look.__name__, error)
 
-    # -- settings ---------------------------------------------------------------------------------------------------
-
     def _on_host(self) -> Iterator[Remedy]:
         settings = self._quick
         if settings.most_on_host is not None or settings.surroundings.keeps_parameters:
@@ -141,8 +139,6 @@ class Remedies:
         with torch.autocast(kind, torch.bfloat16):
             yield from self._with("torch.autocast in bfloat16", self._settings, "rounds otherwise")
 
-    # -- smaller calls ----------------------------------------------------------------------------------------------
-
     def _smaller_batch(self) -> Iterator[Remedy]:
         settings, call = self._quick, self._call
         batches = {t.shape[0] for t in call.tensors if t.dim()}
@@ -188,8 +184,6 @@ class Remedies:
             smallest = min(floors)
             self._vain.append(f"{what} of {smallest} ({format_bytes(floors[smallest])})")
         return found
-
-    # -- trying -----------------------------------------------------------------------------------------------------
 
     def _with(
         self, change: str, settings: Settings, note: str = "", call: Call | Sample | None = None

@@ -57,8 +57,6 @@ class FsdpUnit:
         """Whether no unit is around this one."""
         return self._state._is_root is not False
 
-    # -- what a plan can't do ---------------------------------------------------------------------------------------
-
     def problem(self) -> str | None:
         """What keeps this unit from being part of a plan, in words; None where nothing does."""
         for group in self._state._fsdp_param_groups:
@@ -165,8 +163,6 @@ class FsdpUnit:
             if not group.is_sharded:
                 group._to_sharded()
 
-    # -- hooks ------------------------------------------------------------------------------------------------------
-
     def take_over(self, model: nn.Module) -> None:
         """Put hooks in the place of the unit's own, which are called where nothing is traced.
 
@@ -219,8 +215,6 @@ class FsdpUnit:
                 return False
             hook = hook.__wrapped__
         return True
-
-    # -- in a trace -------------------------------------------------------------------------------------------------
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = self._state._cast_forward_inputs(args, kwargs)

@@ -137,6 +137,7 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
     """The captured step, with those values that are used, in the order of the trace."""
     dataflow = Dataflow(raw.module.graph)
     guards = tuple(replace(read, nodes=tuple(dataflow.behind(read.node))) for read in raw.scalar_reads)
+    _note_own(draft, guards)
     used = sorted(_used_values(draft, outputs, guards))
     number = {old: new for new, old in enumerate(used)}
     roots = {number[v]: tuple(dict.fromkeys(draft.values[v].roots)) for v in used}
@@ -191,6 +192,19 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
         device=draft.device,
         **{one.name: getattr(raw, one.name) for one in fields(StepNotes)},
     )
+
+
+def _note_own(draft: Draft, guards: Sequence[Guard]) -> None:
+    """Note which buffers of islands nothing else of the step reads."""
+    readers = defaultdict[int, set[int]](set)  # by storage
+    pairs: list[Any] = [(guard, node) for guard in guards for node in guard.nodes if node.op == "get_attr"]
+    pairs += [(getattr(op.target, "island", op), node) for op in draft.ops for node in op.reads]
+    for reader, node in pairs:
+        readers[id(draft.storage(node))].add(id(reader))
+    for op in draft.ops:
+        if isinstance(op.target, IslandKernel) and op.target.forward:
+            island, tensors = op.target.island, op.args[0]
+            island.own = frozenset(i for i in island.buffers if len(readers[id(draft.storage(tensors[i]))]) == 1)
 
 
 def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence[Guard]) -> set[int]:

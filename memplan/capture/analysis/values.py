@@ -111,8 +111,6 @@ class _StepBuilder:
     def _output_name(self, index: int) -> str:
         return self.raw.template.names[index].strip(".") or "output"
 
-    # -- tensors from outside ---------------------------------------------------------------------------------------
-
     def _add_constant(self, node: fx.Node) -> None:
         name = str(node.target)
         tensor = getattr(self.raw.module, name)
@@ -140,8 +138,6 @@ class _StepBuilder:
             self.draft.add_root(node)
         else:
             self.draft.new_storage(node, tensor, role, name)
-
-    # -- views ------------------------------------------------------------------------------------------------------
 
     def _refusal(self, node: fx.Node, message: str) -> Refusal:
         """A refusal of an op, which a call around it could run as an island."""
@@ -191,8 +187,6 @@ class _StepBuilder:
                 value = older
             op.made.append(Made(node, index, value))
             self.draft.add_root(node)
-
-    # -- ops --------------------------------------------------------------------------------------------------------
 
     def _add_op(self, node: fx.Node, phase: Phase, writes: Sequence[fx.Node]) -> None:
         if node.target in op_facts.UNPLANNABLE:

@@ -67,8 +67,6 @@ class Island(IslandCall):
         """The error for a run that gives other tensors than planned."""
         return Refusal(message, MakeNoIsland(self.called) if self.at_numbers is None else OtherResults())
 
-    # -- sizes ------------------------------------------------------------------------------------------------------
-
     def sized(self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[Island, Island]:
         """This island for many sizes, and at those of a trace. Raises FixedSize.
 
@@ -101,8 +99,6 @@ class Island(IslandCall):
             at_numbers=numbers,
         )  # fmt: skip
 
-    # -- forward ----------------------------------------------------------------------------------------------------
-
     def forward(self, model: nn.Module, tensors: Sequence[torch.Tensor], again: bool = False) -> list[torch.Tensor]:
         """Run the forward op: its results, then the ticket. again: it has run in this step before.
 
@@ -119,7 +115,7 @@ class Island(IslandCall):
             self._seen[module] = attributes
         planned = self.forward_facts
         saver = Saver() if self.room is None else Saver(self.room.empty(self.device), tensors, planned)
-        outputs, graph, spec = self._recorded(model, module, tensors, saver)
+        outputs, graph, spec = self._recorded(model, module, tensors, saver, again)
         places, results = PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         of_outputs = tuple(places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs)
         made, differentiable = len(results), tuple(edge is not None for edge in graph.ends)
@@ -204,7 +200,12 @@ class Island(IslandCall):
         self.varies = self.loose = True
 
     def _recorded(
-        self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor], saver: Saver
+        self,
+        model: nn.Module,
+        module: nn.Module | None,
+        tensors: Sequence[torch.Tensor],
+        saver: Saver,
+        again: bool = False,
     ) -> tuple[list[Any], RecordedGraph, pytree.TreeSpec]:
         """Run the call. Gives its outputs, the graph, and how the outputs were nested. saver: takes what it saves."""
         graph, positions = RecordedGraph(), [i for i, needed in enumerate(self.needs) if needed]
@@ -253,12 +254,13 @@ class Island(IslandCall):
         graph.uses = tuple(uses)
         take_attributes(graph, saver)
         written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
-        if not written <= (self.writes if self.looked_at else self.buffers):
+        late = written - (self.writes if self.looked_at else self.buffers)
+        there = set() if not late or module is None or again else {*map(id, module.buffers())}  # and no copies
+        if not late <= self.own or not there.issuperset(id(tensors[i]) for i in late):
             raise Refusal(f"{self.title} writes to its arguments")
-        self.writes |= written
+        self.writes |= written - late
+        graph.wrote = bool(late)
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
-
-    # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward(
         self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], absent: Absent | None = None

@@ -71,9 +71,6 @@ class BackwardFacts:
     results: tuple[Layout, ...]
 
 
-# -- at other sizes --------------------------------------------------------------------------------------------------
-
-
 def with_numbers(things: Any, number: Callable[[Any], Any]) -> Any:
     """Facts and layouts with another number in the place of each size, stride and offset."""
     if isinstance(things, Layout):
@@ -169,9 +166,6 @@ def _rule(values: Sequence[int], columns: Sequence[Sequence[int]]) -> Size | Non
     return None
 
 
-# -- the call --------------------------------------------------------------------------------------------------------
-
-
 class IslandCost(NamedTuple):
     """What one run of an op takes. scratch_bytes: held at its peak beyond its results."""
 
@@ -211,6 +205,7 @@ class IslandCall:
     - once: it leaves, or reads, Python state. alike: once that is put back, another run gives the same bits.
     - kept: takes the model, and makes a context that puts Python state back.
     - writes: positions of tensors to which it writes.
+    - own: positions of its module's buffers that nothing else of the step reads. Any run may write to these.
     - in_place: (position of an argument, which output) where it writes to an argument, and returns that. The op gives a
       tensor of its own, which the trace copies to the argument.
     - loose: which arguments get gradients, and how often it reads them, may differ from run to run.
@@ -248,6 +243,7 @@ class IslandCall:
     alike: bool = True
     kept: Callable[[nn.Module], Any] = contextlib.nullcontext  # `StateKept` of runtime/program
     writes: frozenset[int] = frozenset()
+    own: frozenset[int] = frozenset()
     in_place: tuple[tuple[int, int], ...] = ()
     loose: bool = False
     varies: bool = False
@@ -280,8 +276,6 @@ class IslandCall:
         gradients = () if self.backward_facts is None else self.backward_facts.gradients
         places = ((position, p) for position, of_one in zip(needed, gradients) for p in of_one if p is not None)
         return {p.source[1]: position for position, p in places if p.source[0] == "result of backward"}
-
-    # -- sizes ------------------------------------------------------------------------------------------------------
 
     @property
     def integers(self) -> tuple[int, ...]:

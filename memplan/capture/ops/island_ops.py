@@ -71,13 +71,16 @@ class IslandKernel:
             run = functools.partial(own.forward, store.model, tensors, self.again)
             if self.again and island.name in store.first_runs:
                 return store.first_runs[island.name](run)  # type: ignore[no-any-return]
-            if self.again or not self.repeated or private.is_captured(island.device):
-                return run()
-            state = store.states.get(island.name)
-            if state is None or not state.begins():
+            is_first = self.repeated and not self.again and not private.is_captured(island.device)
+            state = store.states.get(island.name) if is_first else None
+            if is_first and (state is None or not state.begins()):
                 state = store.states[island.name] = island.kept(store.model)
             results = run()
-            if state.changed(island.random):
+            if graph_of(results[-1]).wrote:
+                store.wrote.append(island.title)
+            if state is None:
+                return results
+            if state.changed(island.random) or graph_of(results[-1]).wrote:
                 copies, graph = [*map(copy_of, results[:-1])], graph_of(results[-1])
                 store.first_runs[island.name] = lambda _: [*map(copy_of, copies), ticket_of(graph)]
                 island.tell_of(sum(t.nbytes for t in copies))

@@ -107,6 +107,7 @@ class RecordedGraph:
     - uses: by input, how many gradients it gets.
     - diverted: by input, its gradients one by one, while it runs.
     - numbers: of the sizes that it ran at, if its island has rules.
+    - wrote: the run wrote to what its island does not say that it writes to.
     """
 
     begin: list[GradientEdge] = field(default_factory=list)
@@ -117,6 +118,7 @@ class RecordedGraph:
     uses: tuple[int, ...] = ()
     diverted: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     numbers: Numbers | None = None
+    wrote: bool = False
 
     @contextlib.contextmanager
     def holding(self, saved: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -93,9 +93,6 @@ def as_without_modes() -> contextlib.AbstractContextManager[None]:
     return _EXCHANGED_OPS.active()
 
 
-# -- composite ops ---------------------------------------------------------------------------------------------------
-
-
 def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run a kernel that multiplies matrices by other ops. Raises where autocast has no rule for it but for those."""
     device_type = x.device.type
@@ -190,9 +187,6 @@ def _masked_fill(op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tens
     return _Differentiated(op, "MaskedFill", (), _filled)(x, mask, value)
 
 
-# -- formulas of backward --------------------------------------------------------------------------------------------
-
-
 def _evenly_distributed(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
     """The backward of max, min and median of all elements: zeros, filled in where elements are the result.
 
@@ -263,8 +257,6 @@ def _filled(saved: Sequence[Any], results: Tensors, given: Tensors) -> str | Non
         "torch.where(mask, value, x)"
     )
 
-
-# -- which ops -------------------------------------------------------------------------------------------------------
 
 _WITHOUT_AUTOCAST = (aten._trilinear.default, aten.affine_grid_generator.default, aten.linalg_pinv.atol_rtol_tensor)
 _UPSAMPLED = (

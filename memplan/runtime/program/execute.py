@@ -170,7 +170,7 @@ class Runner:
     def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._plan.schedule, self.store, self.device)
         self.store.begin(self._constants[0])
-        self.store.first_runs = {}
+        self.store.first_runs, self.store.wrote = {}, []
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program = self.program
         if self._sizes is not None and numbers not in self._known_sizes:
@@ -196,6 +196,11 @@ class Runner:
         except BaseException as error:
             self.store.transfers.settle()
             if may_run_again(error):
+                if self.store.wrote:
+                    raise RuntimeError(
+                        f"memplan: {self.store.wrote[0]} has written to a buffer, as it did in no earlier step, and "
+                        "forward has to run again from its start. Load a checkpoint, and plan for a larger budget"
+                    ) from error
                 self._go_back(start)
                 python_state.close()
             raise
@@ -215,7 +220,8 @@ class Runner:
         start.read.extend([Watched.of(read, self._constants[1]), state, Watched(others, store=self.store)])
         decided = [outputs[i] for i in self._decisions]
         to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
-        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided, self.store.first_runs)
+        first_runs, wrote = self.store.first_runs, self.store.wrote
+        waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided, first_runs, wrote)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
@@ -294,8 +300,8 @@ class Runner:
     def keeps_from_repeating(self, state: InFlight) -> str | None:
         """What keeps a forward from running once more with the same results, in words; None for nothing."""
         start = state.start
-        if self.unlike:
-            return f"{self.unlike[0]} would give, or leave, something else"
+        for title in (*self.unlike, *state.wrote):
+            return f"{title} would give, or leave, something else"
         if self._draws and start.generator is None:
             return "it is in a CUDA graph and draws random numbers"
         if self.written.for_good:

@@ -127,6 +127,7 @@ class InFlight:
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on. They stay until then, as the plan says.
     - first_runs: by name of an island, how it gives again what its first run gave.
+    - wrote: islands that wrote to what they did not write to before.
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
@@ -143,6 +144,7 @@ class InFlight:
     numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
     first_runs: dict[str, Any] = field(default_factory=dict)
+    wrote: list[str] = field(default_factory=list)
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None

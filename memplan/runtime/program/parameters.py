@@ -45,6 +45,7 @@ class ParameterStore:
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self.states: dict[str, Any] = {}  # of Python, by island that runs more than once: `StateKept`
         self.first_runs: dict[str, Any] = {}  # in this step, by island: how it gives that again
+        self.wrote: list[str] = []  # in this forward, islands that wrote to what they did not write to before
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
         self._storages: dict[int, Any] = {}  # weak references by key
         for name in names:

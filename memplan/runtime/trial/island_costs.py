@@ -50,12 +50,17 @@ class WrittenArguments:
     def __init__(self, tensors: Sequence[torch.Tensor], given: int) -> None:
         """Note what is there. tensors: the first `given` are arguments, each once."""
         self._all, self._tensors = tensors, tensors[:given]
-        self._versions = [t._version for t in self._tensors]
+        self._versions = [t._version for t in tensors]
         self._copies = [t.detach().to("cpu", copy=True) if has_memory(t) else None for t in self._tensors]
+
+    @property
+    def seen(self) -> list[int]:
+        """Positions of tensors to which something was written, as autograd knows."""
+        return [i for i, (t, v) in enumerate(zip(self._all, self._versions, strict=True)) if t._version != v]
 
     def unseen(self) -> frozenset[int]:
         """Positions of arguments that have other contents, and autograd does not know of it."""
-        known = enumerate(zip(self._tensors, self._versions, self._copies, strict=True))
+        known = enumerate(zip(self._tensors, self._versions, self._copies))  # not of all
         unseen = ((i, t, copy) for i, (t, v, copy) in known if t._version == v and copy is not None)
         return frozenset(i for i, t, copy in unseen if not same_bits(t.cpu(), copy))
 
@@ -64,8 +69,8 @@ class WrittenArguments:
 
         Arguments in whose memory other tensors lie, that are given or returned, are not among them.
         """
-        changed = [i for i, (t, v) in enumerate(zip(self._tensors, self._versions, strict=True)) if t._version != v]
         there = [t for t in (*self._all, *outputs) if isinstance(t, torch.Tensor) and has_memory(t)]
         keys = [storage_key(t) for t in there]
-        pairs = ((i, place) for i in changed for place, output in enumerate(outputs) if output is self._tensors[i])
+        written = [i for i in self.seen if i < len(self._tensors)]
+        pairs = ((i, place) for i in written for place, output in enumerate(outputs) if output is self._tensors[i])
         return tuple((i, place) for i, place in pairs if keys.count(storage_key(outputs[place])) == 2)

@@ -263,7 +263,7 @@ class IslandRuns(private.RealOps):
                 raise Refusal(f"{island.title} reads a sharded parameter that it is not given")
             is_function = isinstance(called, type) and issubclass(called, torch.autograd.Function)
             unseen = written.unseen()
-            if unseen and not is_function:
+            if (unseen and not is_function) or any(i >= arguments.given and owners[i] for i in written.seen):
                 raise Refusal(f"{island.title} writes to its arguments")
             island.writes |= unseen  # as Liger's does, which has gradients in the place of logits, and saves them
             self._refuse(island, arguments, instance, autocast, outputs)
