@@ -177,8 +177,8 @@ class ProgramNodes:
             root = self.traced.parents[root]
         if node.target is operator.getitem or root in self.traced.residents or root not in self.traced.roots[value]:
             return None
-        seen = node.meta["val"]
-        if not isinstance(seen, torch.Tensor) or seen.is_complex() or not _is_seen_as(root, seen):
+        seen, may_be_part = node.meta["val"], self.graph.values[value].role == "tangent"  # of a cat's gradient
+        if may_be_part or not isinstance(seen, torch.Tensor) or seen.is_complex() or not _is_seen_as(root, seen):
             return None
         while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, seen)):
             nearest = self.traced.parents[nearest]
