@@ -316,9 +316,7 @@ class _Machine:
 
     def _offload(self, index: int, value: Value) -> None:
         if not self.live[index] or self.elsewhere[index] or index in self.copying:
-            raise self._illegal(
-                f"{value.name} can't be offloaded: it is not live, on the host already, or being copied"
-            )
+            raise self._illegal(f"{value.name} can't be offloaded: it is not live, is on the host, or is being copied")
         if value.resident:
             raise self._illegal(f"{value.name} is resident on the device and is not offloaded")
         self.elsewhere[index] = True
@@ -327,9 +325,7 @@ class _Machine:
 
     def _prefetch(self, index: int, value: Value) -> None:
         if self.live[index] or not self.elsewhere[index] or index in self.copying:
-            raise self._illegal(
-                f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied"
-            )
+            raise self._illegal(f"{value.name} can't be fetched: it is live, or is being copied, or has no other home")
         if index in self.changed:
             raise self._illegal(f"{value.name} can't be fetched: its gradient has been handed over")
         self.live[index] = True

@@ -49,6 +49,28 @@ class Log:
 LOG = Log()
 
 
+class Tracker:
+    """Has methods that are named as those of tensors."""
+
+    runs, alpha = 0, 1.0
+
+    @classmethod
+    def log(cls) -> float:
+        cls.runs += 1
+        return cls.alpha
+
+    @staticmethod
+    def mean() -> float:
+        return Tracker.alpha
+
+    def add(self) -> float:
+        Tracker.runs += 1
+        return Tracker.alpha
+
+
+TRACKER = Tracker()
+
+
 class Settings:
     scale = 1.0
 
@@ -60,6 +82,20 @@ class MethodOfAnObject(Base):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.helper.scale(self.hidden(x)).pow(2).mean()
+
+
+class NamedAsOfTensors(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.hidden(x) * Tracker.log()).pow(2).mean() * Tracker.mean()
+
+
+class NamedAsOfTensorsOnAnObject(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracker = Tracker()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.hidden(x) * self.tracker.add()).pow(2).mean() + TRACKER.add()
 
 
 class SpecialMethod(Base):
@@ -179,8 +215,8 @@ class FirstBatchEntersASet(FirstBatchInitialises):
 KINDS = [
     FirstBatchEntersASet,
     Draws,
-    MethodOfAnObject, SpecialMethod, BoundMethod, Partial, PartialAsHook, Default, AttributeOfAFunction, ClassAsAValue,
-    AttributeOfAParameter, FirstBatchInitialises,
+    MethodOfAnObject, NamedAsOfTensors, NamedAsOfTensorsOnAnObject, SpecialMethod, BoundMethod, Partial, PartialAsHook,
+    Default, AttributeOfAFunction, ClassAsAValue, AttributeOfAParameter, FirstBatchInitialises,
 ]  # fmt: skip
 
 
@@ -193,7 +229,7 @@ def as_at_first() -> Iterator[None]:
 
 def reset() -> None:
     global COUNT
-    COUNT, Settings.scale = 0, 1.0
+    COUNT, Settings.scale, Tracker.runs, Tracker.alpha = 0, 1.0, 0, 1.0
     LOG.rows.clear()
     READY.clear()
     (Default.forward.__defaults__ or ([],))[0].clear()
@@ -203,14 +239,23 @@ def reset() -> None:
 
 def seen() -> str:
     return str(
-        (COUNT, LOG.rows, READY, Default.forward.__defaults__, vars(counted), Settings.scale, DRAWN.getstate()[1][:3])
+        (
+            COUNT,
+            LOG.rows,
+            READY,
+            Default.forward.__defaults__,
+            vars(counted),
+            Settings.scale,
+            Tracker.runs,
+            DRAWN.getstate()[1][:3],
+        )
     )
 
 
 def four_steps(net: nn.Module) -> list[Any]:
     found: list[Any] = []
     for step in range(4):
-        Settings.scale = 1.0 + step
+        Settings.scale = Tracker.alpha = 1.0 + step
         net.zero_grad()
         loss = net(X)
         loss.backward()

@@ -338,6 +338,9 @@ class AttributesKept:
         """What forward has left so far in attributes, members, and containers."""
         tables = [(table, before, self._unchecked) for _, table, before in self._tables]
         tables += [(members, before, frozenset()) for _, _, members, before in self._members]
+        for kind, before in self._classes:
+            names = {name for name in (*before, *vars(kind)) if not name.startswith(("__", "_abc_"))}
+            tables.append((NamedTable.of_class(kind, names), before, frozenset(before) - names))
         values = [
             (table, key, table.get(key, ABSENT))
             for table, before, unchecked in tables

@@ -100,7 +100,7 @@ class NamedState:
             self._look_into(self._pending.pop())
             for kind in () if self._pending else tuple(self._classes):
                 for name in self._others & vars(kind).keys():
-                    if not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
+                    if _is_own(kind) or not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
                         self._reach(vars(kind)[name])
         self.tables = list(self._tables())
 
