@@ -90,9 +90,7 @@ def refuse_wrappers(model: nn.Module, islands: Islands = NO_ISLANDS) -> None:
     kinds = {kind.__name__ for kind in type(model).__mro__}
     for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"):
         if kind in kinds:
-            raise UnsupportedModel(
-                f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"
-            )
+            raise UnsupportedModel(f"the model is wrapped in {kind}; apply memplan to the model inside (model.module)")
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModel(

@@ -176,7 +176,7 @@ class Bench:
             if isinstance(way_of(error), OtherResults) or (private.is_out_of_memory(error) and not again):
                 raise
             if again:
-                op, said = self.traced.graph.ops[index], str(error).partition("\n")[0]
+                op, said = self.traced.graph.ops[index], str(error).partition("\n")[0][:200]
                 log.info("%s in %s is estimated, for it can't be timed: %s", op.kind, op.layer or "the model", said)
                 self.failed.add(index)
                 return otherwise

@@ -275,3 +275,20 @@ def test_what_a_forward_has_written_is_not_read_after_the_next_one() -> None:
     plain = copy.deepcopy(net)
     memplan.apply(net, torch.randn(64, 16), "min", costs="estimate", in_flight=2)
     assert_same_bits(trained(net), trained(plain))
+
+
+def test_the_error_for_a_buffer_that_each_forward_writes_to_says_what_helps() -> None:
+    def discriminator() -> nn.Module:
+        torch.manual_seed(0)
+        norm = nn.utils.parametrizations.spectral_norm
+        return nn.Sequential(norm(nn.Linear(16, 64)), nn.LeakyReLU(0.2), norm(nn.Linear(64, 1)))
+
+    real, made = torch.randn(2, 64, 16).unbind()
+    net = discriminator()
+    memplan.apply(net, real, "min")
+    with pytest.raises(RuntimeError, match="say in_flight=2 where two run before a backward"):
+        (net(real).relu().mean() - net(made).mean()).backward()
+    net = discriminator()
+    memplan.apply(net, real, "min", in_flight=2)
+    (net(real).relu().mean() - net(made).mean()).backward()
+    assert all(p.grad is not None for p in net.parameters())

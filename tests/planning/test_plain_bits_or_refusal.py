@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -186,3 +187,34 @@ def test_an_argument_that_can_not_be_copied_is_refused() -> None:
     memplan.apply(net, None, 1 << 30, costs="estimate")
     with pytest.raises(memplan.UnsupportedModel, match="a trial may change arguments that can't be copied"):
         net(sample, (number for number in range(3)))
+
+
+class Carried:
+    """What one call hands to the next, as caches of keys and values do."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class Segments(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, carried: Carried | None = None) -> tuple[torch.Tensor, Carried]:
+        hidden = torch.tanh(self.inner(x) + (0 if carried is None else carried.hidden))
+        return self.out(hidden), Carried(hidden)
+
+
+def test_an_object_that_carries_tensors_of_the_graph_goes_on_to_the_next_call() -> None:
+    torch.manual_seed(0)
+    plain, x = Segments(), torch.randn(8, 16)
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, 1 << 30)
+    for _ in range(3):
+        for net in (plain, planned):
+            net.zero_grad()
+            first, carried = net(x)
+            second, _ = net(x, carried)
+            (first.pow(2).mean() + second.pow(3).mean()).backward()
+        assert_same_bits([p.grad for p in plain.parameters()], [p.grad for p in planned.parameters()])

@@ -75,8 +75,10 @@ class Call:
         """Arguments for a trial. Objects are copies, for forward may change them. Raises UnsupportedModel for some."""
         lasting = [*self.tensors, *shared_objects(model), *model.modules()]
         lasting += [p for leaf in self.leaves if isinstance(leaf, nn.Module) for p in leaf.parameters()]
+        inside = (t for _, leaf in self.others for t in tensors_inside(leaf, set())[0] if not t.is_leaf)
+        apart = {id(t): t.detach().clone().requires_grad_(t.requires_grad) for t in inside}
         try:
-            return copy.deepcopy((self.variadic, self.arguments), {id(thing): thing for thing in lasting})
+            return copy.deepcopy((self.variadic, self.arguments), {id(t): t for t in lasting} | apart)
         except Exception as error:
             raise UnsupportedModel(f"a trial may change arguments that can't be copied: {error}") from error
 

@@ -363,7 +363,7 @@ class Runner:
                 "Leave it as it is until backward is over, or plan for a budget at which nothing is recomputed"
             )
         state.watched.check()
-        state.parameters.check()
+        state.parameters.check(self.written.buffers)
 
     def _watched(self, phase: Callable[[Observer], _Context]) -> _Context:
         return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)

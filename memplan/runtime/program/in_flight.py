@@ -105,12 +105,13 @@ class Watched:
         columns = zip(self._names, now, self.then, strict=True)
         return next((name, looks[0], then[0]) for name, looks, then in columns if looks != then)
 
-    def check(self) -> None:
-        """Raise RuntimeError where one was written to, as autograd does."""
+    def check(self, written: Collection[str] = ()) -> None:
+        """Raise RuntimeError where one was written to, as autograd does. written: what forward itself writes to."""
         if (found := self.modified()) is not None:
             raise RuntimeError(
                 f"{found[0]}, which backward needs, has been modified by an inplace operation between forward and "
                 f"backward: it is at version {found[1]}, expected version {found[2]}"
+                + (". Forward writes to it, so say in_flight=2 where two run before a backward" * (found[0] in written))
             )
 
 
