@@ -259,9 +259,7 @@ def _refuse_combinations(
     if shards is not None and on_oom == "replan":
         raise ValueError('on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out')
     if shards is not None and sample is None and group is None:
-        raise TypeError(
-            "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
-        )
+        raise TypeError("with shards= give a sample or group=: in training each rank would plan for itself")
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:

@@ -44,8 +44,6 @@ def _demo(given: argparse.Namespace) -> Outcome:
         lines.append(f"{index + 1:12}" + "".join(f"{run.losses[index]!r:>24}" for run in runs))
     lines.append(f"\nlosses are {losses}; peaks are {peaks} budget")
     if any(abs(run.step_s / runs[0].step_s / (1 + run.overhead) - 1) > _FAR_OFF for run in runs):
-        lines.append(
-            "seconds are not as predicted: the machine does other work too. Bytes and losses do not depend on that"
-        )
+        lines.append("seconds are not as predicted: the machine does other work too. Bytes and losses are")
     facts = {"same_losses": same, "fits": fits, "runs": [dataclasses.asdict(run) for run in runs]}
     return Outcome("\n".join(lines), facts, DONE if same and fits else MISTAKEN)

@@ -24,9 +24,7 @@ _NEXT = "let it return (model, sample) or (model, sample, loss_fn), as memplan.p
 def built_step(wanted: Wanted) -> Described:
     """What the function gives. It is called with batch= and length=, where it has such parameters. Raises Mistake."""
     if wanted.changes or wanted.dtype is not None:
-        raise Mistake(
-            "--set and --dtype are for configs", f"{wanted.source} makes the model by itself", "leave them out"
-        )
+        raise Mistake("--set and --dtype are for configs", f"{wanted.source} makes the whole model", "leave them out")
     place, _, name = wanted.source.rpartition(":")
     before = list(sys.path)  # modules are found where the user is, and beside the file
     sys.path[:0] = [str(Path(place).resolve().parent)] if place.endswith(".py") else [str(Path.cwd())]

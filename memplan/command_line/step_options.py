@@ -78,9 +78,7 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
             step = dataclasses.replace(step, title=title, model=with_adapters(step.model, given.lora))
     missing = private.missing_compiler(torch.device("cpu")) if given.kernels == "fused" else ""
     if missing:
-        raise Mistake(
-            "--kernels fused can't be planned", f"it needs {missing}", "install that, or leave the option out"
-        )
+        raise Mistake("--kernels fused can't be planned", f"it needs {missing}", "install that, or leave it out")
     optimizer = optimizer_of(step.model, given.optimizer)
     elements: Counter[torch.dtype] = Counter()
     for parameter in step.model.parameters():

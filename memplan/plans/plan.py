@@ -124,9 +124,7 @@ def _from_json(content: Any) -> Plan:
     schedule = tuple(_read_step(*step) for step in content["schedule"])
     timeline = simulate(problem, schedule)
     if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
-        raise InvalidPlanFile(
-            f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}"
-        )
+        raise InvalidPlanFile(f"it peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}")
     unsaid = {"unchecked": (), "islands": (), "margin": 0.0}
     plan = read_fields(Plan, content, problem=problem, schedule=schedule, timeline=timeline, **unsaid)
     if plan.lower_bound_s > plan.time_s or plan.floor_bytes > plan.peak_bytes:

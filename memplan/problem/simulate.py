@@ -167,9 +167,7 @@ class _Machine:
         if first:
             self._check_first_run(op, index)
         elif not op.recomputable:
-            raise self._illegal(
-                f"{op.name} writes to what outlives the step, or may give other bits, and can't run again"
-            )
+            raise self._illegal(f"{op.name} writes to what outlives the step, or may give other bits, and runs once")
         elif op.random and index not in self.saved_rng:
             raise self._illegal(f"{op.name} is random and no generator state was kept for running it again")
         for v in op.inputs:

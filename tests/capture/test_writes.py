@@ -118,6 +118,25 @@ class Remembers(nn.Module):
         return torch.tanh(self.layer(x) * self.table(16) + self.tables(16)["sines"][0]).sum()
 
 
+def test_random_numbers_that_a_function_remembers_are_drawn_once() -> None:
+    @functools.cache
+    def drawn_once(rows: int) -> torch.Tensor:
+        return torch.randn(rows, 16)
+
+    class RandomFeatures(Remembers):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cos(self.layer(x) @ drawn_once(16)).sum()
+
+    net, sample = RandomFeatures(), torch.randn(4, 16)
+    with pytest.raises(memplan.UnsupportedModel, match=r"call the function once before memplan\.apply"):
+        memplan.apply(net, sample, 10**7, costs="estimate")
+    assert drawn_once.cache_info().currsize == 0
+    plain = copy.deepcopy(net)
+    plain(sample)
+    memplan.apply(net, sample, 10**7, costs="estimate")
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
 def test_what_functions_remember_is_nothing_of_a_trace() -> None:
     torch.manual_seed(0)
     net, sample = Remembers(), torch.randn(4, 16)

@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -78,21 +78,25 @@ def memory_of(things: Any) -> dict[int, Any]:
 
 
 @contextlib.contextmanager
-def results_forgotten(model: nn.Module) -> Iterator[None]:
+def results_forgotten(model: nn.Module) -> Iterator[Callable[[], list[torch.Tensor]]]:
     """A context after which functions (`functools.cache`) forget results that were made of fake tensors in it.
 
     Rotary embeddings and position tables are often kept that way: the model itself would be given fakes from then on.
+    Gives a function that tells these fakes, while they are there.
     """
     owners = {*model.modules(), *(kind for module in model.modules() for kind in type(module).__mro__)}
     own = {o for owner in owners for o in vars(owner).values() if type(o) is _Remembering}
     functions = own.union(_of_the_process(len(sys.modules)))
     before = [(function, function.cache_info().misses) for function in functions]
+
+    def remembered() -> dict[_Remembering[Any], list[torch.Tensor]]:
+        return {f: _fakes_in(f) for f, misses in before if f.cache_info().misses != misses}
+
     try:
-        yield
+        yield lambda: [fake for fakes in remembered().values() for fake in fakes]
     finally:
-        for function, misses in before:
-            if function.cache_info().misses != misses and _remembers_fakes(function):
-                function.cache_clear()
+        for function in [f for f, fakes in remembered().items() if fakes]:
+            function.cache_clear()
 
 
 @functools.lru_cache(maxsize=1)
@@ -107,11 +111,10 @@ def _of_the_process(modules: int) -> weakref.WeakSet[_Remembering[Any]]:
     return weakref.WeakSet(o for o in gc.get_referrers(_Remembering) if type(o) is _Remembering)
 
 
-def _remembers_fakes(function: _Remembering[Any]) -> bool:
-    seen, level = {id(function)}, [function]
-    for _ in range(_DEPTH):
-        if any(issubclass(type(o), private.FakeTensor) for o in level):
-            return True
+def _fakes_in(function: _Remembering[Any]) -> list[torch.Tensor]:
+    seen, level, found = {id(function)}, list[Any]([function]), list[torch.Tensor]()
+    for _ in range(_DEPTH + 1):
+        found += [o for o in level if issubclass(type(o), private.FakeTensor)]
         level = [o for o in gc.get_referents(*level) if id(o) not in seen and not issubclass(type(o), _SKIPPED)]
         seen.update(map(id, level))
-    return any(issubclass(type(o), private.FakeTensor) for o in level)
+    return found

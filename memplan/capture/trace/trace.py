@@ -20,12 +20,13 @@ from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory, results_forgotten
 from memplan.capture.attributes.named_state import backward_depends_on
+from memplan.capture.ops.dataflow import Dataflow, draws, storage_of
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
-from memplan.capture.ops.layout import dense_stride, strided_parts
+from memplan.capture.ops.layout import dense_stride, storage_key, strided_parts
 from memplan.capture.ops.places import Layout
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
-from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
+from memplan.capture.ops.ways import MakeIslands, Never, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
@@ -156,7 +157,7 @@ class _StepTrace:
             stack.enter_context(self._notes.noting_checkpoints())
             stack.enter_context(as_without_modes())
             stack.enter_context(as_on_cuda(request.capability))
-            stack.enter_context(results_forgotten(request.model))
+            remembered = stack.enter_context(results_forgotten(request.model))
             self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
@@ -164,6 +165,14 @@ class _StepTrace:
             try:
                 given = state[:count], state[count:], symbolic.tensors
                 graph_module = private.trace_with_fakes(watched, given, symbols, varies=bool(request.varying))
+                kept, dataflow = set(map(storage_key, remembered())), Dataflow(graph_module.graph)
+                results = (node for node in graph_module.graph.nodes if storage_of(node) in kept)
+                if any(draws(node) for result in results for node in dataflow.behind(result)):
+                    raise Refusal(
+                        "a function that remembers its results (functools.cache) draws random numbers. A planned step "
+                        "would draw anew each time; call the function once before memplan.apply",
+                        Never(),
+                    )
                 if request.varying:
                     self._notes.renamed = with_expressions(graph_module.graph, symbols)
             except MemoryError:
