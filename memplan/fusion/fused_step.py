@@ -22,9 +22,7 @@ class FusedStepWriter:
     def __init__(self, step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKernel | None]) -> None:
         """kernels: of each unit that is a group."""
         self._step, self._old = step, step.traced
-        self._units = sorted(
-            zip(units, kernels, strict=True), key=lambda pair: phase_of_unit(step, pair[0]) == "backward"
-        )
+        self._units = sorted(zip(units, kernels, strict=True), key=lambda u: phase_of_unit(step, u[0]) == "backward")
         self._number: dict[int | fx.Node, int] = {}  # old value, or node that stands for none -> new value
         self._values: list[Value] = []
         self._roots: dict[int, tuple[fx.Node, ...]] = {}

@@ -146,10 +146,8 @@ class TraceLoop:
                 self._first.caches.put()
             if self._branches and self._seen is None:
                 self._seen = self._look_or_raise().answers
-            options = dataclasses.replace(
-                self._options, islands=self._islands, seen=self._seen, requiring=self._requiring
-            )
-            captured = capture(self._model, self._forward, self._sample, options)
+            now = dataclasses.replace(self._options, islands=self._islands, seen=self._seen, requiring=self._requiring)
+            captured = capture(self._model, self._forward, self._sample, now)
             if self._first is None:
                 return captured
             assert self._cached is not None

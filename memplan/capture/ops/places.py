@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -69,9 +70,9 @@ class PlaceFinder:
     """Finds where tensors lie: in the memory of those that are given, else in results of their own."""
 
     def __init__(self, at_hand: Mapping[Source, torch.Tensor]) -> None:
-        self._homes: dict[int, tuple[Source, torch.Tensor]] = {}
+        self._homes: dict[int, list[tuple[Source, torch.Tensor]]] = {}
         for source, tensor in at_hand.items():
-            self._homes.setdefault(storage_key(tensor), (source, tensor))
+            self._homes.setdefault(storage_key(tensor), []).append((source, tensor))
 
     def found(self, tensor: torch.Tensor) -> Place | None:
         """The place of a tensor in the memory of those that are given; None where it lies in none of them."""
@@ -82,15 +83,19 @@ class PlaceFinder:
         is_lazy = tensor.layout is torch.strided and (tensor.is_conj() or tensor.is_neg())
         if tensor.layout is not torch.strided or is_lazy or type(tensor) is not torch.Tensor:
             raise Refusal("an opaque call gives, or saves, tensors of a kind that has no place")
-        key = storage_key(tensor)
-        if key not in self._homes:
-            self._homes[key] = ((kind, len(results)), whole(tensor))
-            results.append(self._homes[key][1])
-        source, home = self._homes[key]
-        begin_bytes = int(tensor.storage_offset() * tensor.element_size() - home.storage_offset() * home.element_size())
-        if begin_bytes < 0:
+        homes, begin_bytes = self._homes.setdefault(storage_key(tensor), []), _begin_bytes(tensor)
+        if not homes:
+            homes.append(((kind, len(results)), whole(tensor)))
+            results.append(homes[0][1])
+        before = [(begin_bytes - _begin_bytes(h), source) for source, h in homes if _begin_bytes(h) <= begin_bytes]
+        if not before:
             raise Refusal("an opaque call gives, or saves, tensors that begin before its argument does")
-        return Place(source, Layout.of(tensor), begin_bytes)
+        offset_bytes, source = min(before, key=operator.itemgetter(0))  # of the last that begins before
+        return Place(source, Layout.of(tensor), offset_bytes)
+
+
+def _begin_bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset() * tensor.element_size())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class _StepTrace:
                 given = state[:count], state[count:], symbolic.tensors
                 graph_module = private.trace_with_fakes(watched, given, symbols, varies=bool(request.varying))
                 kept, dataflow = set(map(storage_key, remembered())), Dataflow(graph_module.graph)
-                results = (node for node in graph_module.graph.nodes if storage_of(node) in kept)
+                results = (node for node in graph_module.graph.nodes if kept and storage_of(node) in kept)
                 if any(draws(node) for result in results for node in dataflow.behind(result)):
                     raise Refusal(
                         "a function that remembers its results (functools.cache) draws random numbers. A planned step "
