@@ -85,6 +85,7 @@ class Recovery:
             if other.forward_ops(call) != step.forward_ops(call):
                 raise problem
             state.spend()
+            other.runner.retained |= step.runner.retained
             try:
                 return other.runner.repeat(state, tangents, other.numbers(call))
             except Exception as error:

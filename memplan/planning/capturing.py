@@ -220,16 +220,14 @@ class Capturing:
         )  # fmt: skip
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         # One run does not tell how islands go with sizes.
-        looks = is_real and (not varying or bool(self._known.islands.calls))
+        sees = is_real and (not varying or bool(self._known.islands.calls))
         look = functools.partial(self._look_at_forward, sample)
-        loop = TraceLoop(
-            self._model, self._forward, sample, options, self._known, look, self.decides and is_real, looks
-        )
+        loop = TraceLoop(self._model, self._forward, sample, options, self._known, look, self.decides and is_real, sees)
         captured = loop.captured()
         if isinstance(captured, UnsupportedModel):
             cause, ours = captured.__cause__, (MemplanError, *private.DATA_DEPENDENT_ERRORS)
             may_be_own = not (cause is None or self._known.compiled or isinstance(cause, ours))
-            if self.alone and looks and not varying and may_be_own:
+            if self.alone and sees and not varying and may_be_own:
                 found = look(NO_ISLANDS, contextlib.nullcontext())
                 if isinstance(found, ForwardFails) and type(found.error) is type(cause):
                     raise found  # forward raises it without a plan too

@@ -86,12 +86,10 @@ def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] =
     return dataclasses.replace(traced, graph=graph_with_homes(traced.graph, movables(traced, host), host, lasting))
 
 
-def graph_with_homes(
-    graph: Graph, movables: Iterable[Movable], host: Collection[str], lasting: Collection[str]
-) -> Graph:
+def graph_with_homes(graph: Graph, parts: Iterable[Movable], host: Collection[str], lasting: Collection[str]) -> Graph:
     """The graph with those of the movable parameters that have one of these names, and their gradients, on the host."""
     values: list[Value] = list(graph.values)
-    for movable in movables:
+    for movable in parts:
         if not any(name in host for name in movable.names):
             continue
         lasts = movable.gradient is None and all(name in lasting for name in movable.names)

@@ -186,11 +186,11 @@ class Remedies:
         return found
 
     def _with(
-        self, change: str, settings: Settings, note: str = "", call: Call | Sample | None = None
+        self, way: str, settings: Settings, note: str = "", call: Call | Sample | None = None
     ) -> Iterator[Remedy]:
-        plan = self._tried(change, settings, call)
+        plan = self._tried(way, settings, call)
         if plan is not None:
-            yield self._remedy(change, plan, note)
+            yield self._remedy(way, plan, note)
 
     def _tried(self, change: str, settings: Settings, call: Call | Sample | None = None) -> Plan | None:
         """The plan with a change of settings, or of the call; None where there is none."""

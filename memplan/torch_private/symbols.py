@@ -87,12 +87,10 @@ class Symbols:
         self.values.append(value)
         return self._env.create_symintnode(symbol, hint=value, source=source)
 
-    def fake(
-        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """A fake tensor of this layout. Sizes and strides may be symbols."""
+    def fake(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, on: torch.device) -> torch.Tensor:
+        """A fake tensor of this layout on a device. Sizes and strides may be symbols."""
         with self.mode:
-            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            return torch.empty_strided(shape, stride, dtype=dtype, device=on)
 
     def fixed_fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A fake, on a device, of a tensor whose sizes do not vary.

@@ -296,3 +296,83 @@ def test_an_island_that_first_draws_after_the_sample_draws_the_same_again() -> N
         loss.backward()
         found.append([*(p.grad for p in each.parameters()), torch.rand(1)])
     assert_same_bits(*found)
+
+
+class EveryFew(nn.Module):
+    """Does something else in every second or fourth run, by a list that it fills."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.first, self.last, self.every, self.seen = nn.Linear(8, 8), nn.Linear(8, 8), every, list[int]()
+        self.inner = Counting(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(torch.tanh(self.inner(self.first(x))))
+        return out
+
+
+class Averaging(EveryFew):
+    """Divides by a running mean, which a second run on the same batch would not change."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__(every)
+        self.inner = RunningMean()  # type: ignore[assignment]
+
+
+class RunningMean(nn.Module):
+    mean: float | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        now = float(x.detach().square().mean())
+        self.mean = now if self.mean is None else 0.5 * self.mean + 0.5 * now
+        return x / (1 + self.mean)
+
+
+class Counting(nn.Module):
+    def __init__(self, outer: EveryFew) -> None:
+        super().__init__()
+        self.every, self.seen = outer.every, outer.seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(len(x))
+        return x * (3 if len(self.seen) % self.every == 0 else 1)
+
+
+def other_strides(out: torch.Tensor) -> None:
+    torch.stack([out, out.detach()], 1).pow(2).sum().backward()
+
+
+def two_losses(out: torch.Tensor) -> None:
+    out.pow(2).sum().backward(retain_graph=True)
+    out.sum().backward()
+
+
+def both(out: torch.Tensor) -> None:
+    torch.stack([out, out.detach()], 1).pow(2).sum().backward(retain_graph=True)
+    two_losses(out)
+
+
+@pytest.mark.parametrize("backward", [other_strides, two_losses, both])
+@pytest.mark.parametrize(("kind", "every"), [(EveryFew, 2), (EveryFew, 4), (Averaging, 3)])
+def test_a_forward_runs_again_with_the_python_state_that_it_found(
+    kind: type[EveryFew], every: int, backward: Callable[[torch.Tensor], None]
+) -> None:
+    torch.manual_seed(0)
+    plain, x, found = kind(every), torch.randn(6, 8), []
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, x, 1 << 30)
+    for net in (plain, planned):
+        for step in range(2 * every + 1):
+            backward(net(x * step))
+        found.append(([p.grad for p in net.parameters()], net.seen))
+    assert_same_bits(*found)
+
+
+def test_a_forward_with_python_state_that_is_not_known_does_not_run_again() -> None:
+    torch.manual_seed(0)
+    net, x = EveryFew(4), torch.randn(6, 8)
+    memplan.apply(net, x, 1 << 30)
+    for _ in range(2):
+        net(x).sum().backward()
+    with pytest.raises(RuntimeError, match="would give, or leave, something else"):
+        two_losses(net(x))

@@ -41,14 +41,12 @@ class FetchedWhereUsed(RealOps):
     be lost.
     """
 
-    def __init__(
-        self, parameters: Iterable[torch.Tensor], device: torch.device, model: nn.Module | None = None
-    ) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device, model: nn.Module | None = None) -> None:
         """Prepare for these parameters. model: its modules find copies; with None only ops do."""
         super().__init__()
         self._device = device
         self._model = model
-        self._host = {storage_key(p) for p in parameters}
+        self._host = {storage_key(p) for p in tensors}
         self._copies: dict[int, torch.Tensor] = {}  # what the copy with this storage is of
         self._around = contextlib.ExitStack()
 

@@ -29,7 +29,7 @@ from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
 from memplan.runtime.program.check import OtherBranch, refuse_capture, run_checked
 from memplan.runtime.program.collectives import Collectives
-from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
+from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written, apart
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
@@ -50,7 +50,7 @@ class Runner:
     - trainable: the parameters that are inputs of the Function, under grads="edges".
     - unlike: calls that run as they are, and would give something else in a second run.
     - watch: looks at the first steps.
-    - arrived: the gradients with which the latest backward started.
+    - arrived: the gradients with which the latest backward started. retained: some backward has kept the graph.
     - unchecked: programs whose results are compared with the traced ones in their first run.
     - waiting: forwards, for their backward.
 
@@ -89,6 +89,7 @@ class Runner:
         self._known_sizes = set() if self._sizes is None else {self._sizes.here}  # at which results are as traced
         self.watch: Observer | None = None
         self.arrived: dict[int, Layout] | None = None
+        self.retained = False
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
         self.returned: list[tuple[Any, int]] = []  # memory of the last call's outputs, and its bytes
@@ -178,12 +179,13 @@ class Runner:
         may_stop = self._decisions or program is not self.program or program.forward in self.unchecked  # at a check
         kept: dict[str, torch.Tensor] = {}
         if may_stop or self._has_islands:
-            kept = {n: _apart(self.store[n]) for n in self.written.buffers}
+            kept = {n: apart(self.store[n]) for n in self.written.buffers}
         elif self.keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
         draws = (self._draws or self._has_islands) and not private.is_captured(self.device)
         start = ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
-        python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
+        may_repeat = bool(self._once) and (self.retained or self.arrived is None)  # for gradients of other layouts
+        python_state = self._state_kept() if may_repeat or (self._once and may_stop) else contextlib.ExitStack()
         arguments = [self.store, program.sizes_at(numbers), *(inputs[i] for i in program.forward_inputs)]
         in_arena: _Context = contextlib.nullcontext()
         if self._steering is not None:
@@ -204,7 +206,6 @@ class Runner:
                 self._go_back(start)
                 python_state.close()
             raise
-        python_state.pop_all()
         self.store.transfers.forward_reads_done()
         count = len(self.outputs.names)
         outputs, saved = results[:count], results[count:]
@@ -222,6 +223,7 @@ class Runner:
         to_watch, way = Watched.of(watched, self._constants[2]), self.store.way
         first_runs, wrote = self.store.first_runs, self.store.wrote
         waiting = InFlight(saved, to_watch, state, start, program, way, numbers, decided, first_runs, wrote)
+        waiting.python_state = python_state if may_repeat else None
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
@@ -300,7 +302,8 @@ class Runner:
     def keeps_from_repeating(self, state: InFlight) -> str | None:
         """What keeps a forward from running once more with the same results, in words; None for nothing."""
         start = state.start
-        for title in (*self.unlike, *state.wrote):
+        once = () if state.python_state is not None else (island.title for island in self._once)
+        for title in (*self.unlike, *state.wrote, *once):
             return f"{title} would give, or leave, something else"
         if self._draws and start.generator is None:
             return "it is in a CUDA graph and draws random numbers"
@@ -325,7 +328,10 @@ class Runner:
             self._go_back(state.start)
             try:
                 with self._state_kept():
+                    if state.python_state is not None:
+                        state.python_state.close()
                     again = self.forward(state.start.inputs, numbers)[1]
+                    state.python_state = again.python_state
             finally:
                 self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
@@ -426,6 +432,7 @@ class _StepFunction(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
+        runner.retained |= keeps_graph
         runner.before_backward(state.spent)
         state.autocast = Autocast.of_backward(runner.device.type)
         if not keeps_graph:  # tensors in attributes of the model hold this node, and the runner holds the model
@@ -440,11 +447,3 @@ def may_run_again(error: BaseException) -> bool:
     """Whether a forward that stopped at this error may run again from its start, by another plan."""
     known = isinstance(way_of(error), (OtherResults, MakeNoIsland)) or isinstance(error, OtherBranch)
     return known or private.is_out_of_memory(error)
-
-
-def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in memory of its own that does not count as the device's, because plans do not count it."""
-    memory = bytearray(max(1, tensor.nbytes))
-    with private.outside_of_tracing():
-        flat = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
-        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

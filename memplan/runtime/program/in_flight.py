@@ -7,6 +7,7 @@ here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -129,6 +130,7 @@ class InFlight:
     - decided: booleans that forward has branched on. They stay until then, as the plan says.
     - first_runs: by name of an island, how it gives again what its first run gave.
     - wrote: islands that wrote to what they did not write to before.
+    - python_state: puts back what islands found when forward began; None where that is not known, or of no concern.
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now, or has begun to add to constants.
     - autocast: under which backward runs; None: without autocast.
@@ -146,6 +148,7 @@ class InFlight:
     decided: list[torch.Tensor] = field(default_factory=list)
     first_runs: dict[str, Any] = field(default_factory=dict)
     wrote: list[str] = field(default_factory=list)
+    python_state: ExitStack | None = None
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
@@ -178,3 +181,11 @@ class ForwardStart:
     generator: Any
     buffers: dict[str, torch.Tensor]
     read: list[Watched] = field(default_factory=list)
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in memory of its own that does not count as the device's, because plans do not count it."""
+    memory = bytearray(max(1, tensor.nbytes))
+    with private.outside_of_tracing():
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
+        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())

@@ -61,17 +61,15 @@ def lower(
 
 
 class _Lowering(ProgramNodes):
-    def __init__(
-        self, schedule: Schedule, traced: Traced, grads: Grads, checks: bool, steering: Steering | None
-    ) -> None:
-        super().__init__(traced)
+    def __init__(self, schedule: Schedule, step: Traced, grads: Grads, checks: bool, steering: Steering | None) -> None:
+        super().__init__(step)
         self.schedule, self.grads, self.checks = schedule, grads, checks
         self.outside = {} if steering is None else steering.outside
         self.steered = {index for moves in (() if steering is None else steering.moves) for index in moves}
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
-        self.gradients = {g.value: g for g in traced.gradients}
-        self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
+        self.gradients = {g.value: g for g in step.gradients}
+        self.decisions = {step.outputs[d.output].value: d for d in step.decisions}
         self.rng: dict[int, fx.Node] = {}
         self.ran: set[int] = set()
         self.runs = Counter(step.op for step in schedule if isinstance(step, steps.Compute))

@@ -236,7 +236,7 @@ class IslandRuns(private.RealOps):
             kept=lambda model: StateKept(kept(model, "_parameters"), generators, device),
         )
         gradients, written = [p.grad for p in self._parameters], WrittenArguments(tensors, arguments.given)
-        noted_before = Counter(self._noted)
+        noted_before, found = Counter(self._noted), kept(self._model)
         self._inside, self._behind = set(memory_of(tensors)), {}
         first_node = next_node()
         with private.exchanged(self, _within=True):
@@ -273,6 +273,11 @@ class IslandRuns(private.RealOps):
                 raise Refusal(f"{island.title} reads a tensor that forward computes, and that it is not given")
             with torch.no_grad(), kept(self._model) as attributes:
                 self._look(island, tensors, returned, before, attributes, uses)
+                if found.changed() and not island.once:  # by the first run. Would one on other data change it again?
+                    with private.outside_of_tracing(), contextlib.suppress(Exception):
+                        island.saves(self._model, [t.detach() * -0.5 if t.is_floating_point() else t for t in tensors])
+                    island.once = attributes.changed()
+                    island.repeats = island.repeats and not island.once
             there = buffers_now | {storage_key(p) for p in self._parameters if has_memory(p)}
             island.repeats = island.repeats and behind.isdisjoint(there)
             self._calls.append(island)

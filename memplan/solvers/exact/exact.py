@@ -239,11 +239,9 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
 class _Closing:
     """Budgets on the way to certain answers; what is found for one counts for the others."""
 
-    def __init__(
-        self, searched: BlockSearch, budgets: list[BlockBudget], orders: dict[tuple[int, ...], Option]
-    ) -> None:
-        self.searched, self.budgets = searched, budgets
-        self.left = searched.most_nodes * len(budgets)
+    def __init__(self, search: BlockSearch, budgets: list[BlockBudget], orders: dict[tuple[int, ...], Option]) -> None:
+        self.searched, self.budgets = search, budgets
+        self.left = search.most_nodes * len(budgets)
         self.best: dict[BlockBudget, tuple[float, tuple[int, ...] | None]] = dict.fromkeys(budgets, (_MOST_S, None))
         self.found: dict[BlockBudget, BlockSolution] = {}
         for order, option in orders.items():

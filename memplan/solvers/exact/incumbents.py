@@ -50,12 +50,10 @@ def limited(block: LocalBlock, budget: BlockBudget) -> tuple[Arrays, int]:
     return a._replace(scratch_bytes=scratch), limit
 
 
-def improved(
-    block: LocalBlock, budget: BlockBudget, starts: Mapping[tuple[int, ...], Option], tries: int
-) -> list[Ints]:
-    """Orders that keep the budget, from the most promising `tries` of the starts; the best of them comes last.
+def improved(block: LocalBlock, budget: BlockBudget, known: Mapping[tuple[int, ...], Option], tries: int) -> list[Ints]:
+    """Orders that keep the budget, from the most promising `tries` of those known; the best of them comes last.
 
-    starts: orders and what they come to.
+    known: orders and what they come to.
     """
     a, limit = limited(block, budget)
     total_s = float(a.time_s.sum())
@@ -70,7 +68,7 @@ def improved(
         return option.recompute_s + 3 * over / max(1, abs(limit)) * total_s
 
     found: list[tuple[float, Ints]] = []
-    for start in sorted(starts, key=lambda start: score(starts[start]))[:tries]:
+    for start in sorted(known, key=lambda start: score(known[start]))[:tries]:
         order = np.array(start, dtype=np.int64)
         trial = fill(a, bring_down(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
         peak, time_s = outcome(a, trial)

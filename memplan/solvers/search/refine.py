@@ -98,11 +98,9 @@ def trade(flat: Flat, sketches: list[Sketch], bound: Bound, figures: SearchFigur
             patience = _PATIENCE * figures.neighbours * (sketch.time_s / bound.time_s(peak_bytes) - 1)
             least_s = (1 + _CLOSE) * bound.time_s(peak_bytes)
             state = np.array([index + 1], dtype=np.uint64)
-            order, tried = search_neighbours(
-                flat.arrays, sketch.order, peak_bytes, least_s, tries, int(patience), state
-            )
+            order, made = search_neighbours(flat.arrays, sketch.order, peak_bytes, least_s, tries, int(patience), state)
             sketch = sketch_of(flat, sketch.solver, order)
-            left -= tried
+            left -= made
         last = sketch
         yield sketch
 
