@@ -77,7 +77,7 @@ def _causal_model(model: Any) -> Any:
             f"{type(found).__name__}. Write a loss_fn(model, ...) that applies head and loss to a part at a time"
         )
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("chunked_loss calls the decoder by itself, without the virtual tokens that peft puts first")
+        raise ValueError("chunked_loss calls the decoder alone, without the virtual tokens that peft puts first")
     if any(part._forward_hooks or part._forward_pre_hooks for part in (model, found)):
         raise ValueError(
             f"chunked_loss runs decoder and head of {type(found).__name__} by themselves, so hooks on its forward "

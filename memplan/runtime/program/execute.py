@@ -201,7 +201,7 @@ class Runner:
                 if self.store.wrote:
                     raise RuntimeError(
                         f"memplan: {self.store.wrote[0]} has written to a buffer, as it did in no earlier step, and "
-                        "forward has to run again from its start. Load a checkpoint, and plan for a larger budget"
+                        "forward has to run again from its start. Load a checkpoint; memplan.remove takes the plan off"
                     ) from error
                 self._go_back(start)
                 python_state.close()
