@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import memplan
-from memplan.command_line.demo_runs import demo_batches, demo_model
+from memplan.command_line.demo import demo_batches, demo_model
 from memplan.plans.step_memory import StepMemory, planned_memory, unplanned_memory
 from memplan.problem.lanes import spans_of
 

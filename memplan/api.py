@@ -19,9 +19,9 @@ from memplan.capture.trace.call import Sample
 from memplan.config import ConfigLike
 from memplan.errors import Refused, or_raise
 from memplan.installed.choice import OnMismatch
+from memplan.installed.passes import is_disabled, leave_unplanned
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
-from memplan.installed.unplanned import is_disabled, leave_unplanned
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planned_models import refuse_no_module
@@ -35,8 +35,7 @@ from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
 from memplan.runtime.program.program import Grads
 from memplan.runtime.program.step import ServingStep, step_or_raise
-from memplan.runtime.ranks.agreement import Agreement, Share
-from memplan.runtime.ranks.network import measure_network
+from memplan.runtime.ranks.agreement import Agreement, Share, measure_network
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.torch_private import pytree

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from memplan.installed.passes import UnplannedLoss, is_disabled
 from memplan.installed.planned_forward import planned_forward
-from memplan.installed.unplanned import UnplannedLoss, is_disabled
 from memplan.plans.plan import Plan
 from memplan.plans.plan_text import loop_text
 

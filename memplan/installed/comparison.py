@@ -10,7 +10,7 @@ from memplan.costs.known_costs import doubt
 from memplan.installed.choice import StepChoice
 from memplan.logs import log
 from memplan.runtime.program.step import PlannedStep
-from memplan.runtime.watch.observe import Observer
+from memplan.runtime.watch.meter import Observer
 from memplan.units import format_bytes
 
 _LEAST = 0.001  # a margin that matters

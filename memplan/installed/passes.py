@@ -1,11 +1,13 @@
-"""What calls hold that run without a plan in a training loop: evaluation, `generate`, log-probabilities under no_grad.
+"""Calls that run without a plan in a training loop: evaluation, `generate`, log-probabilities under no_grad.
 
 A budget is one for training steps. Such a call may hold more: logits of a whole batch, which training has in chunks.
+Where the environment switches plans off (`MEMPLAN_DISABLE`), all calls run so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,12 +17,14 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.trace.call import tensors_inside
 from memplan.installed.voice import Voice
+from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.plans.plan import Plan
 from memplan.runtime.watch.meter import LiveMeter
 from memplan.units import format_bytes
 
+_OFF = ("", "0", "false", "no", "off")
 _LARGER = 1.1  # a call is measured if its inputs are so many times as large as those of any before it
 
 
@@ -112,3 +116,45 @@ class UnplannedPasses:
                 f"budget of {format_bytes(limit_bytes)}, which is for training steps. {remedy}"
             )
             self._voice.warn({"passes": text})
+
+
+def is_disabled() -> bool:
+    """Whether `MEMPLAN_DISABLE` is set to anything but 0, false, no or off."""
+    return os.environ.get("MEMPLAN_DISABLE", "").strip().lower() not in _OFF
+
+
+def leave_unplanned(model: nn.Module, loss_fn: Callable[..., Any] | None, needs: str | None) -> nn.Module:
+    """Give the model back without a plan, with a line in the log, so that a user sees whether a plan is to blame.
+
+    Only with a loss function it gets another forward, which returns the loss as a plan would.
+
+    needs: an argument of `apply` without whose effect the model can't train. Raises ValueError where there is one.
+    """
+    if needs is not None:
+        raise ValueError(f"MEMPLAN_DISABLE is set, but a model with {needs}= trains with a plan only. Unset it")
+    log.warning("MEMPLAN_DISABLE is set: %s trains without a plan", type(model).__name__)
+    if loss_fn is not None:
+        model.forward = UnplannedLoss(model, loss_fn)
+    return model
+
+
+class UnplannedLoss:
+    """Stands in for `model.forward`: in training it runs `loss_fn(model, ...)`, else the model's own forward."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self._model, self._loss_fn, self._original = model, loss_fn, model.forward
+        self._training, self._own_attribute = model.training, "forward" in vars(model)
+        self._is_inside = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        evaluates = self._training and not self._model.training
+        if self._is_inside or evaluates or not torch.is_grad_enabled():
+            return self._original(*args, **kwargs)
+        with private.exchanged(self, _is_inside=True):
+            return self._loss_fn(self._model, *args, **kwargs)
+
+    def uninstall(self) -> None:
+        if self._own_attribute:
+            self._model.forward = self._original
+        else:
+            del self._model.forward

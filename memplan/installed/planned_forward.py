@@ -18,9 +18,8 @@ from memplan import torch_private as private
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward
 from memplan.installed.choice import OnMismatch, StepChoice
-from memplan.installed.passes import UnplannedPasses
+from memplan.installed.passes import UnplannedLoss, UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
-from memplan.installed.unplanned import UnplannedLoss
 from memplan.installed.unused import end_watch, watch_optimizers
 from memplan.logs import log
 from memplan.planning.planner import Planner

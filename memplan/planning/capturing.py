@@ -35,8 +35,7 @@ from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.runtime.host.fetch import FetchedWhereUsed, MadeUpWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.ranks.sharded_model import ShardedModel
-from memplan.runtime.trial.local_collectives import LocalCollectives
-from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
+from memplan.runtime.trial.one_forward import ForwardFails, LocalCollectives, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
 _CapturedFor = Callable[[Mapping[int, Layout] | None, Varying], Capture | UnsupportedModel]

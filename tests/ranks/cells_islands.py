@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
-from memplan.runtime.ranks import network
+from memplan.runtime.ranks import agreement
 from tests.ranks.cells_agreement import rank
 from tests.ranks.cells_sharded import held_in_step, part_of, slack_bytes, train
 from tests.ranks.spawn import Cell
@@ -154,7 +154,7 @@ def plans_alone() -> str | None:
 def times_collectives() -> str | None:
     """Collectives of forward take as long as the ranks have measured together, in a model that is whole on each."""
     net, batch = made("gathers")
-    with mock.patch.object(network, "_seconds", side_effect=lambda kind, size_bytes, *_: 0.5 + size_bytes / 1e6):
+    with mock.patch.object(agreement, "_seconds", side_effect=lambda kind, size_bytes, *_: 0.5 + size_bytes / 1e6):
         memplan.apply(net, batch, 1.0, group=torch.distributed.group.WORLD)
     plan = memplan.plan_of(net)
     assert plan is not None

@@ -36,7 +36,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.problem.schedule import Compute
-from memplan.runtime.ranks import agreement, network, sharded_model
+from memplan.runtime.ranks import agreement, sharded_model
 from memplan.torch_private import run_in_mode
 from tests.planning.test_offload import CountingStreams, DeviceMeter
 from tests.ranks.cells_agreement import Stack, rank, refused, told_by_all
@@ -911,7 +911,7 @@ def fails_on_one_rank(breaks: int) -> str | None:
     if hook is not None:
         hook.remove()
     error = ZeroDivisionError("of all things")
-    timing = mock.patch.object(network, "_seconds", side_effect=error)
+    timing = mock.patch.object(agreement, "_seconds", side_effect=error)
     kind, text = (ZeroDivisionError, "of all") if rank() == breaks else (MemplanError, "waited for other ranks")
     with timing if rank() == breaks else contextlib.nullcontext(), mock.patch.object(agreement, "_LONGEST_WAIT_S", 2):
         found = found or refused(run, kind, text)

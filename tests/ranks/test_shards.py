@@ -29,7 +29,7 @@ from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.problem.simulate import simulate
 from memplan.runtime.host.fetch import MadeUpWhereUsed
 from memplan.runtime.program.collectives import gathered
-from memplan.runtime.ranks import network
+from memplan.runtime.ranks import agreement
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
@@ -65,17 +65,17 @@ def test_speeds_of_collectives_are_found_from_two_sizes(monkeypatch: pytest.Monk
             raise RuntimeError(lacks[kind])
         return {"all_gather": 0.5, "all_reduce": 0.25}[kind] + size_bytes / (1e6 if kind == "all_gather" else 1e5)
 
-    monkeypatch.setattr(network, "_seconds", seconds)
+    monkeypatch.setattr(agreement, "_seconds", seconds)
     group, device = torch.distributed.group.WORLD, torch.device("cpu")
     assert group is not None
-    found = network.measure_network(group, device)
+    found = agreement.measure_network(group, device)
     assert (found.all_gather.bytes_per_s, found.all_gather.latency_s) == pytest.approx((1e6, 0.5))
     assert (found.all_reduce.bytes_per_s, found.all_reduce.latency_s) == pytest.approx((1e5, 0.25))
     assert found.reduce_scatter == NetworkSpeed().reduce_scatter
-    assert network.measure_network(group, torch.device("meta")) == NetworkSpeed()
+    assert agreement.measure_network(group, torch.device("meta")) == NetworkSpeed()
     lacks["all_gather"] = "out of memory"
     with pytest.raises(RuntimeError, match="out of memory"):
-        network.measure_network(group, device)
+        agreement.measure_network(group, device)
 
 
 @pytest.mark.usefixtures("eight_ranks")

@@ -40,7 +40,7 @@ from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.host.streams import CudaStreams, FakeStreams
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.rng import held_rng, replay_random, restore_held_rng, restore_rng, save_rng
-from memplan.runtime.watch.observe import Observer
+from memplan.runtime.watch.meter import Observer
 from tests.support.small import optimizer_needs
 from tests.support.zoo import assert_same_bits, copied
 

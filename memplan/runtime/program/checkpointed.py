@@ -25,7 +25,7 @@ from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of
 from memplan.errors import PlanMismatch
-from memplan.runtime.program.state_kept import StateKept
+from memplan.runtime.program.rng import StateKept
 
 _IGNORED = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}  # attributes
 States = weakref.WeakKeyDictionary[nn.Module, tuple[StateKept, bool]]  # and whether the first call has changed it

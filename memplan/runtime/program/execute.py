@@ -36,7 +36,7 @@ from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.program.tangents import Backwards, Tangents, layouts_of, planned_tangents
-from memplan.runtime.watch.observe import Observer
+from memplan.runtime.watch.meter import Observer
 
 Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
 _Context = contextlib.AbstractContextManager[Any]

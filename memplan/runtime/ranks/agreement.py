@@ -31,6 +31,7 @@ import contextlib
 import enum
 import functools
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -40,13 +41,17 @@ from memplan import errors
 from memplan import torch_private as private
 from memplan.capture.ops.real_results import note_results
 from memplan.capture.ops.ways import OtherResults, way_of
+from memplan.capture.shards import NetworkSpeed
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
+from memplan.problem.data import GatherSpeed
 from memplan.runtime.program.step import ServingStep
 
 _T = TypeVar("_T")
 
 # Of planning: others answer in the agreement alone, so whoever waits for them elsewhere waits in vain.
 _LONGEST_WAIT_S = 20
+_SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of the whole of a collective whose speed is measured
+_RUNS = 3  # of each size; the best counts
 
 Share = Callable[..., tuple[bytes, list[bytes]]]  # `_PlanningRound.share`
 
@@ -343,3 +348,39 @@ def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
     longer = mine if len(mine) > len(theirs) else theirs
     at = min(len(mine), len(theirs))
     return f"there are {len(mine)} on the one and {len(theirs)} on the other; only one has {longer[at]}"
+
+
+def measure_network(group: torch.distributed.ProcessGroup, device: torch.device) -> NetworkSpeed:
+    """The speed of collectives of each kind, from two sizes. All ranks of the group call it together.
+
+    A kind that the group's backend does not have keeps the figure of `NetworkSpeed()`.
+    """
+    found = NetworkSpeed()
+    for kind in NetworkSpeed._fields if device.type != "meta" else ():
+        try:
+            small_s, large_s = (_seconds(kind, size, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES))
+        except RuntimeError as error:
+            if "not support" not in str(error) and "No backend" not in str(error):
+                raise
+            continue
+        bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
+        found = found._replace(**{kind: GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s))})
+    return found
+
+
+def _seconds(kind: str, size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
+    """Seconds of the best of some collectives of this size."""
+    part = torch.zeros(size_bytes // 4 // group.size(), dtype=torch.float32, device=device)
+    whole, times = part.new_zeros(part.numel() * group.size()), []
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        if kind == "all_gather":
+            torch.distributed.all_gather_into_tensor(whole, part, group)
+        elif kind == "reduce_scatter":
+            torch.distributed.reduce_scatter_tensor(part, whole, group=group)
+        else:
+            torch.distributed.all_reduce(whole, group=group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -39,10 +39,9 @@ from memplan.capture.trace.raw_trace import Autocast, in_modes, modes_at
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.checkpointed import States, layers_checkpointed
-from memplan.runtime.program.rng import held_rng, restore_held_rng
-from memplan.runtime.program.state_kept import StateKept
+from memplan.runtime.program.rng import StateKept, held_rng, restore_held_rng
 from memplan.runtime.trial.island_costs import WrittenArguments, measured_twice
-from memplan.runtime.trial.local_collectives import is_collective
+from memplan.runtime.trial.one_forward import is_collective
 from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
 from memplan.torch_private import pytree
 

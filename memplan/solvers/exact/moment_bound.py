@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from memplan.jit import kernel
-from memplan.solvers.bounds.max_flow import LEFT, LEVEL, ROOM, TARGET, max_flow
+from memplan.solvers.bounds.mincut import LEFT, LEVEL, ROOM, TARGET, max_flow
 from memplan.solvers.exact.space import MADE, NEVER, READ, TICKS, Space, has
 from memplan.solvers.orders.flat import Floats, Ints
 

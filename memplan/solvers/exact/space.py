@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memplan.jit import kernel
-from memplan.solvers.bounds.max_flow import network_of
+from memplan.solvers.bounds.mincut import network_of
 from memplan.solvers.exact.block import WORD, Reversed
 from memplan.solvers.orders.flat import Floats, Ints
 
