@@ -7,15 +7,17 @@
 
 That is two-dimensional packing, with time given. First fit comes first, in several orders: the largest blocks before
 others, or those that live longest. It is mostly within a few parts in a thousand of the least. Where it is not, an
-ejection search lowers it step by step: what is above a limit is taken out and goes where it evicts the least, and what
-it evicts is placed again. Evicted blocks get heavier, as clauses do in breakout local search (Morris, AAAI 1993). No
-slab is smaller than the most that lives at one time.
+ejection search lowers it step by step: what is above a limit is taken out and goes where it evicts the fewest, and what
+it evicts is placed again. Evicted blocks get heavier, as clauses do in breakout local search (Morris, AAAI 1993). Where
+that stays too high, the search places all blocks from nothing: those that stay to the end, as gradients do, lie at the
+bottom in the order in which they come, and time is cut where nothing else lives. No slab is smaller than the most that
+lives at one time.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,11 +31,13 @@ from memplan.problem.schedule import DropHost, Offload, Schedule
 _ALIGNMENT_BYTES = 512  # of host memory
 _CLOSE = 0.008  # of the bound: what is not worth a search
 _LASTING = (0.8, 0.9, 0.96)  # first fit places the longest lives first: all beyond this quantile
+_FULL = 0.9  # of the bound: blocks that come when the slab is never so full again may lie anywhere
+_TRIES = 100  # searches from nothing
 _LOWERED = (0.3, 0.3, 0.2, 0.2, 0.1, 0.1)  # of what is above the bound, by one search: less after each failure
 _STEPS = 5000  # placements of one search
 _FIXED = 1e6  # the weight of blocks that stay
 _NOTHING = 1e-6  # a weight that is only rounding
-_EJECTED = 0.5  # how much heavier a block becomes, of its first weight
+_EJECTED = 0.5  # how much heavier a block becomes; all begin with 1
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
 _FACTOR = 6364136223846793005  # of Knuth's linear congruential generator
 _DRAWN = (1 << 30) - 1  # the largest number that is drawn
@@ -76,17 +80,41 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, seed: int = 0)
     best = min((_first_fit(size, first, last, np.lexsort(k)) for k in keys), key=lambda at: _height(at, size))
     height, failures = _height(best, size), 0
     enough_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
-    while height > enough_bytes and failures < len(_LOWERED):
-        limit_bytes = max(enough_bytes, height - math.ceil((height - bound_bytes) * _LOWERED[failures]))
-        kept = np.where(best + size <= limit_bytes, best, -1)
+    while height > enough_bytes and failures <= len(_LOWERED):
         seed += 1000  # more than there are seeds of callers
-        found = eject(size, first, last, kept, kept < -1, limit_bytes, seed, _STEPS)
+        if failures < len(_LOWERED):
+            limit_bytes = max(enough_bytes, height - math.ceil((height - bound_bytes) * _LOWERED[failures]))
+            kept = np.where(best + size <= limit_bytes, best, -1)
+            found = eject(size, first, last, kept, kept < -1, limit_bytes, seed, _STEPS)
+        else:
+            found = _from_nothing(size, first, last, enough_bytes, seed)
         failures += 1
         if found.min() >= 0:
             lower = _first_fit(size, first, last, np.argsort(found, kind="stable"))
             if _height(lower, size) < height:
                 best, height, failures = lower, _height(lower, size), 0
     return Packing(tuple(best.tolist()), height)
+
+
+def _from_nothing(size: _Ints, first: _Ints, last: _Ints, limit_bytes: int, seed: int) -> _Ints:
+    """Offsets below a limit, with what stays to the end at the bottom as it comes; some are -1 where none are found."""
+    order, alive = np.argsort(first, kind="stable"), _alive(size, first, last)
+    stays = (last == last.max()) & (first <= np.flatnonzero(alive > _FULL * alive.max())[-1])
+    bottom, rest = order[stays[order]], order[~stays[order]]
+    offsets = np.full_like(size, -1)
+    offsets[bottom] = np.cumsum(size[bottom]) - size[bottom]
+    apart = 1 + np.flatnonzero(first[rest[1:]] >= np.maximum.accumulate(last[rest])[:-1])
+    for part in np.split(rest, apart):
+        here = np.append(part, bottom)
+        for _ in range(_TRIES):
+            seed += 1000
+            found = eject(size[here], first[here], last[here], offsets[here], stays[here], limit_bytes, seed, _STEPS)
+            if found.min() >= 0:
+                offsets[here] = found
+                break
+        else:
+            return offsets
+    return offsets
 
 
 def columns(blocks: Iterable[LiveRange]) -> tuple[_Ints, _Ints, _Ints]:
@@ -99,13 +127,17 @@ def _height(offsets: _Ints, size: _Ints) -> int:
     return int((offsets + size).max())
 
 
-def most_alive(blocks: Iterable[LiveRange]) -> int:
+def _alive(size: _Ints, first: _Ints, last: _Ints) -> _Ints:
+    """The bytes that live at each time."""
+    changes = np.zeros(last.max() + 1, np.int64)
+    np.add.at(changes, first, size)
+    np.subtract.at(changes, last, size)
+    return changes.cumsum()
+
+
+def most_alive(blocks: Collection[LiveRange]) -> int:
     """The most bytes that live at one time: no slab is smaller."""
-    events = sorted(event for b in blocks for event in ((b.last, 0, -b.size_bytes), (b.first, 1, b.size_bytes)))
-    alive = most = 0
-    for _, _, size_bytes in events:
-        most = max(most, alive := alive + size_bytes)
-    return most
+    return int(_alive(*columns(blocks)).max()) if blocks else 0
 
 
 @kernel
@@ -156,10 +188,7 @@ def eject(
     - steps: placements until the search ends.
     """
     count, lasting, offsets = len(size), last - first, offsets.copy()
-    tops = offsets + size
-    born = np.sqrt(size * lasting.astype(np.float64))
-    born /= born.max()
-    weight = np.where(fixed, _FIXED, born)
+    tops, weight = offsets + size, np.where(fixed, _FIXED, 1.0)
     by_turn = np.argsort(-size * (lasting.max() + 1) - lasting, kind="mergesort")  # large blocks first
     by_start, by_top, placed = np.empty(count, np.int64), np.empty(count, np.int64), 0
     for block in range(count):
@@ -212,7 +241,7 @@ def eject(
                 _remove(by_top, placed, other)
                 placed -= 1
                 offsets[other] = -1
-                weight[other] += _EJECTED * born[other]
+                weight[other] += _EJECTED
         offsets[block], tops[block] = chosen, chosen + length
         _insert(by_start, placed, offsets, block)
         _insert(by_top, placed, tops, block)

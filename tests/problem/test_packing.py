@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import random
 from collections.abc import Sequence
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -87,6 +90,17 @@ def test_hard_blocks_are_packed_tighter_than_by_first_fit(seed: int) -> None:
     firsts = [draw.randrange(60) for _ in range(150)]
     blocks = [LiveRange(draw.randint(1, 100), first, first + draw.randint(1, 20)) for first in firsts]
     assert pack_slab(blocks).size_bytes <= 1.02 * most_alive(blocks)
+
+
+@pytest.mark.parametrize("name", ["vit", "densenet_two_batches"])
+def test_floors_of_models_are_packed_to_a_hundredth(name: str) -> None:
+    """Blocks over 1 MiB of planned steps, by (size in 512 bytes, end). Each begins one later than the one before."""
+    with gzip.open(Path(__file__).with_name("floors.json.gz")) as file:
+        recorded = json.load(file)[name]
+    blocks = [LiveRange(512 * size, first, last) for first, (size, last) in enumerate(recorded)]
+    packing = pack_slab(blocks)
+    assert_sound(blocks, packing)
+    assert packing.size_bytes <= 1.01 * most_alive(blocks)
 
 
 @FUZZ
