@@ -6,6 +6,7 @@ trainer.fit(module, loader)
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import Any
 
@@ -109,8 +110,14 @@ def _counts_optimizer(trainer: Trainer, asked: bool | None) -> bool:
     if asked is not None:
         return asked
     kinds = [type(optimizer) for optimizer in trainer.optimizers]
-    known = len(kinds) == 1 and kinds[0].step.__module__.startswith("torch.optim.")
+    known = len(kinds) == 1 and kinds[0].step.__module__.startswith("torch.optim.") and not _needs_closure(kinds[0])
     if not known:
         names = ", ".join(kind.__name__ for kind in kinds) or "no optimizer"
         log.warning("optimizer state is not in the budget: the module has %s. Leave room for what it takes", names)
     return known
+
+
+def _needs_closure(kind: type) -> bool:
+    """Whether an optimizer's step runs the model itself, as that of LBFGS does."""
+    closure = inspect.signature(kind.step).parameters.get("closure")  # type: ignore[attr-defined]
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -89,6 +89,16 @@ def test_the_optimizer_is_counted() -> None:
     assert plans[1].problem.extra_resident_bytes > plans[0].problem.extra_resident_bytes == 0
 
 
+def test_an_optimizer_that_runs_the_model_itself_is_not_counted() -> None:
+    class OfLBFGS(Module):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    callback = MemplanCallback(0.9, costs="estimate")
+    assert_same_bits(fit(OfLBFGS()), fit(OfLBFGS(), callback))
+    assert callback.plan is not None and callback.plan.problem.extra_resident_bytes == 0
+
+
 def test_an_interruption_takes_the_plan_off() -> None:
     module, callback = Module(), MemplanCallback(0.9, costs="estimate")
     module.fails_at = 2
