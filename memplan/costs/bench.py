@@ -32,6 +32,7 @@ from memplan.capture.ops.layout import same_bits, storage_key, strided_parts, st
 from memplan.capture.ops.op_facts import is_of_pytorch
 from memplan.capture.ops.real_results import Facts, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.capture.ops.ways import OtherResults, Refusal, way_of
+from memplan.capture.trace.generators import python_generators_kept
 from memplan.costs.estimate import estimate
 from memplan.costs.known_costs import agree
 from memplan.logs import log, show_count
@@ -271,6 +272,9 @@ class Bench:
                     known.add(node)
             known.add(kernel.node)
             behind = Dataflow(kernel.node.graph).behind(kernel.node, known)[:-1]
+            exchanged = {k.node for k, o in zip(self.traced.kernels, self.traced.graph.ops) if o.is_collective}
+            if exchanged.intersection(behind):
+                raise RuntimeError("what other ranks give can't be had without them")
             read = [node for node in kernel.reads if node in behind]
             found = computed(behind, read, lambda source: self._tensor(source, False, sources))
             real |= {node: t.clone() if kernel.reads[node] in written else t for node, t in found.items()}
@@ -365,6 +369,7 @@ def generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
     with (
         torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),  # events are those of the current device
         torch.random.fork_rng(devices=[device] if on_cuda else []),
+        python_generators_kept(),
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):

@@ -144,6 +144,16 @@ def waits_alone(wait: Callable[[Any], Any], sample: bool, breaks: int, longest_s
     return found or message_arrives()
 
 
+def times_an_op_after_gathers() -> str | None:
+    """FSDP2, and an op that can be timed neither on made-up data, nor on what is gathered, for others are elsewhere."""
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).double()
+        torch.distributed.fsdp.fully_shard(net)
+        memplan.apply(net, torch.randn(64, 32), "min")  # of another dtype than the parameters, which its ops refuse
+    return message_arrives()
+
+
 def message_arrives() -> str | None:
     """Whether one rank can send to another, as ever."""
     message = torch.tensor([float(rank())])
@@ -188,3 +198,4 @@ CELLS |= {
         ("a monitored barrier", lambda _: torch.distributed.monitored_barrier(), False, 1, 2),
     )
 }
+CELLS["an op that fails on made-up data, after gathers"] = Cell(times_an_op_after_gathers)
