@@ -11,9 +11,8 @@ from typing import Literal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Refused
-from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight, news_of_outputs
+from memplan.installed.beside import HeldGradients, SharedBackward, Voice, news_of_flight, news_of_outputs
 from memplan.installed.known_steps import KnownSteps, Mismatches
-from memplan.installed.voice import Voice
 from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan

@@ -16,7 +16,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.trace.call import tensors_inside
-from memplan.installed.voice import Voice
+from memplan.installed.beside import Voice
 from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_state import NamedState
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward
+from memplan.errors import MemplanError
 from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.passes import UnplannedLoss, UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
@@ -93,6 +95,8 @@ class PlannedForward:
                 finally:
                     self.choice.known.declined.clear()  # they may serve the next call
             with self.stepping_aside(), self.fetching():
+                if (loss_fn := self._planner.settings.loss_fn) is not None:
+                    return loss_fn(self.model, *args, **kwargs)
                 return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
 
     def _run_planned(self, call: Call) -> Any:
@@ -106,6 +110,8 @@ class PlannedForward:
                     return step.run(call)
             except Exception as error:
                 if not may_run_again(error):
+                    if self._may_be_caught(step, error):
+                        raise ForwardFails(error) from error
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, PlannedStep) and not step.runner.written.for_good
@@ -113,6 +119,19 @@ class PlannedForward:
             if not again:
                 self.recovery.prepare_replan(problem, step, repeats)
                 step = self.choice.another(call, step)
+
+    def _may_be_caught(self, step: ServingStep, error: Exception) -> bool:
+        """Whether the model's own forward runs in place of a plan whose op raised an error: it may catch that error."""
+        if not isinstance(step, PlannedStep) or step.runner.undo is None or isinstance(error, MemplanError):
+            return False
+        placement, ops, settings = self._planner.placement, step.capture.traced.graph.ops, self._planner.settings
+        if placement.updates is not None or placement.brought or any(op.is_collective for op in ops):
+            return False
+        if settings.host_budget is not None or not NamedState(self.model, settings.loss_fn).catches:
+            return False
+        step.runner.undo()
+        self.choice.voice.warn({"caught": f"an op of the plan raises {error!r}; that call runs unplanned"})
+        return True
 
     def _is_aside(self) -> bool:
         """Whether this call runs the model's own forward."""

@@ -146,8 +146,8 @@ class Problems:
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
             return UnsupportedModel(
-                f"parameter {stuck[0]} lives on the host, and this call writes to it, returns it or shares it. "
-                "Apply memplan with this call as the sample"
+                f"parameter {stuck[0]} lives on the host, and this call writes to it, returns it, shares it or has it "
+                "under another name. Apply memplan with this call as the sample"
             )
         lasting = placement.lasting()
         own = self.problem(captured) if self.settings.shards is not None else problem

@@ -4,8 +4,8 @@ When a new release moves something, this is the folder to mend. Other folders wr
 """
 
 from memplan.torch_private.autograd import (
-    also_arrives_otherwise, backward_in_progress, backward_keeps_graph, engine_reaches, function_that_failed,
-    functions_applied_by, run_backward, versions_kept, without_accumulators,
+    also_arrives_otherwise, backward_in_progress, backward_keeps_graph, engine_reaches, formula_of_op,
+    function_that_failed, functions_applied_by, run_backward, versions_kept, without_accumulators,
 )  # fmt: skip
 from memplan.torch_private.devices import (
     BlockRecord, MemoryPool, MemoryRecord, attention_order, blas_workspace_bytes, can_expand_segments, expand_segments,

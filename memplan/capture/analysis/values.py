@@ -122,8 +122,9 @@ class _StepBuilder:
         if tensor.requires_grad:
             raise UnsupportedModel(
                 f"forward uses a tensor of shape {tuple(tensor.shape)} that requires grad and is neither a parameter, "
-                "nor a buffer, nor an argument. Register it as a parameter, or pass it in; where forward calls "
-                "torch.utils.checkpoint, leave that out, for memplan decides what to recompute"
+                "nor a buffer, nor an argument. Register it as a parameter, or pass it in; a teacher has to have "
+                "requires_grad_(False); where forward calls torch.utils.checkpoint, leave that out, for memplan "
+                "decides what to recompute"
             )
         self.draft.residents[node] = Resident("constant", name)
         self.draft.constants[name] = tensor
@@ -152,7 +153,7 @@ class _StepBuilder:
                 "Sparse gradients: set sparse=False",
             )
         writes = written_nodes(node)
-        if not tensors and not writes:
+        if not tensors and not writes and not op_facts.checks_data(node.target):
             return  # an assertion on sizes or dtypes: it held at capture, and the key holds it
         given = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
         arguments = {storage_key(n.meta["val"]): n for n in given}
@@ -161,7 +162,7 @@ class _StepBuilder:
             for tensor in tensors:
                 self.draft.storages.setdefault(storage_key(tensor), self.draft.storage(constants[0]))
             arguments = {storage_key(tensor): constants[0] for tensor in tensors} or arguments
-        if not writes and all(storage_key(t) in arguments for t in tensors):
+        if tensors and not writes and all(storage_key(t) in arguments for t in tensors):
             if len(arguments) > 1 or len(node.all_input_nodes) > 1:
                 raise self._refusal(node, f"{node.target} returns views of several tensors at once")
             self.draft.parents[node] = arguments[storage_key(tensors[0])]
@@ -210,7 +211,8 @@ class _StepBuilder:
             random=op_facts.draws_random_numbers(target, args, kwargs)
             if island is None
             else island.forward and island.island.random,
-            recomputable=not op_facts.is_uneven_exchange(target, args)
+            recomputable=not op_facts.checks_data(target)
+            and not op_facts.is_uneven_exchange(target, args)
             and not op_facts.may_give_other_bits(target, args, kwargs, node.meta.get("val"))
             if island is None
             else island.repeats,

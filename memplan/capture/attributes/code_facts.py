@@ -24,6 +24,7 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"
 _CLOSURE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
 _IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
+_HANDLERS = frozenset({"PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH"})  # of `try` and `with`
 _BETWEEN = frozenset({"PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "COPY", "DUP_TOP"})
 
 
@@ -57,6 +58,7 @@ class CodeFacts:
     - own: attributes of the first argument, which is `self` in a method.
     - others: attributes of anything else.
     - stored: globals that it assigns. sets: attributes that it assigns, of any object.
+    - catches: what it has of `try` and `with`, either of which may catch errors.
     """
 
     globals: frozenset[NameChain]
@@ -66,6 +68,7 @@ class CodeFacts:
     others: frozenset[str]
     stored: frozenset[str]
     sets: frozenset[str]
+    catches: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -92,6 +95,8 @@ def facts_of_code(code: CodeType) -> CodeFacts:
         name, value = instruction.opname, instruction.argval
         if name in _BETWEEN:
             continue
+        if name in _HANDLERS:
+            found["catches"].add(name)
         if name == "STORE_ATTR":
             found["sets"].add(str(value))
         if name in _ATTRIBUTE and kind:
@@ -116,7 +121,7 @@ def facts_of_code(code: CodeType) -> CodeFacts:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             facts = facts_of_code(inner)
-            for name in ("globals", "closure", "imports", "stored", "sets"):
+            for name in ("globals", "closure", "imports", "stored", "sets", "catches"):
                 found[name] |= getattr(facts, name)
             found["own"] |= {chain[1] for chain in facts.closure if chain[:1] == first and len(chain) > 1}
             found["others"] |= facts.own | facts.others

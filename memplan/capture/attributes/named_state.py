@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from memplan import torch_private as private
 from memplan.capture.attributes.code_facts import NameChain, facts_of_code
 from memplan.capture.attributes.named_table import NamedTable, content_of
 
@@ -74,7 +75,7 @@ class NamedState:
     """What the code of a model names.
 
     - tables: (title, table) of each namespace with names that count.
-    - sets: attributes that it assigns, of any object.
+    - sets: attributes that it assigns, of any object. catches: it may catch errors.
     """
 
     def __init__(self, model: nn.Module, run: Callable[..., Any] | None = None) -> None:
@@ -87,7 +88,7 @@ class NamedState:
         self._homes: dict[CodeType, list[type]] = {}  # classes that have a method of this code
         self._below: dict[type, list[type]] = {}  # of the classes, those that derive from one, itself included
         self._others: set[str] = set()
-        self.sets: set[str] = set()
+        self.sets, self.catches = set[str](), False
         for module in model.modules():
             self._add_class(type(module))
         self._of_model = set(self._classes)  # whose attributes are looked at anyway
@@ -182,6 +183,7 @@ class NamedState:
         homes = tuple(self._homes.get(function.__code__, ()))
         self._others |= facts.others if homes else facts.others | facts.own
         self.sets |= facts.sets
+        self.catches |= bool(facts.catches)
         for home in homes:  # what a method names by `self` or `cls`
             if home not in self._of_model:
                 self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
@@ -287,7 +289,8 @@ def backward_depends_on(node: Any) -> str | None:
     """
     function = type(node)._forward_cls
     if is_library_code(function):
-        return None
+        formula = private.formula_of_op(function)
+        return None if formula is None else state_behind(formula)
     for name, value in vars(node).items():
         if not isinstance(value, (torch.Tensor, nn.Module, type)) and _is_own(type(value)):
             return f"the {type(value).__name__} that it has as ctx.{name}"

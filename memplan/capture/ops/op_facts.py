@@ -73,7 +73,7 @@ _ADDS_IN_ANY_ORDER: dict[str, str | None] = {
 # others, a token would go to another expert in backward than in forward.
 _CHOOSES_AMONG_EQUALS = ("aten::topk", "aten::sort", "aten::kthvalue", "aten::median", "aten::nanmedian", "aten::mode")
 
-_KNOWN = ("aten", "prims", "prim", "memplan", "_c10d_functional", "_dtensor")
+_KNOWN = ("aten", "prims", "prim", "profiler", "memplan", "_c10d_functional", "_dtensor")
 _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
     getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
 )
@@ -86,6 +86,13 @@ SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fres
 def is_of_pytorch(target: Any) -> bool:
     """Whether an op is PyTorch's own, or one of memplan's. What other ops do is not known."""
     return not isinstance(target, OpOverload) or target.namespace in _KNOWN
+
+
+def checks_data(target: Any) -> bool:
+    """Whether a call gives nothing, and may raise for some data: no assertion of sizes or dtypes, which guards hold."""
+    if not isinstance(target, OpOverload) or target._schema.returns or target._schema.is_mutable:
+        return False
+    return target._schema.name in ("aten::_linalg_check_errors", "aten::_assert_async") or not is_of_pytorch(target)
 
 
 def is_view(target: Any) -> bool:

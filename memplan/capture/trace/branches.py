@@ -134,6 +134,14 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     return aten.linear.default(x, weight, bias)  # type: ignore[no-any-return]
 
 
+def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """One-hot rows, with eager's check of classes, which is left out of a trace."""
+    if num_classes > 0 and not private.is_transformed(x):
+        aten._assert_async.msg((x >= 0).all(), "Class values must be non-negative.")
+        aten._assert_async.msg((x < num_classes).all(), "Class values must be smaller than num_classes.")
+    return aten.one_hot.default(x, num_classes)  # type: ignore[no-any-return]
+
+
 def _cross_entropy(
     x: torch.Tensor,
     target: torch.Tensor,
@@ -291,6 +299,7 @@ _EXCHANGED_OPS = private.InPlaceOf(
     {
         aten.matmul.default: _matmul,
         aten.linear.default: _linear,
+        aten.one_hot.default: _one_hot,
         aten.cross_entropy_loss.default: _cross_entropy,
         aten.masked_fill.Tensor: functools.partial(_masked_fill, aten.masked_fill.Tensor),
         aten.masked_fill_.Tensor: functools.partial(_masked_fill, aten.masked_fill_.Tensor),

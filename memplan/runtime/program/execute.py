@@ -45,14 +45,12 @@ _Context = contextlib.AbstractContextManager[Any]
 class Runner:
     """A plan as programs, with the model whose parameters they read.
 
-    - outputs: of the model.
-    - store: parameters and buffers.
+    - outputs: of the model. store: parameters and buffers.
     - trainable: the parameters that are inputs of the Function, under grads="edges".
-    - unlike: calls that run as they are, and would give something else in a second run.
-    - watch: looks at the first steps.
+    - watch: looks at the first steps. unlike: calls that would give something else in a second run.
     - arrived: the gradients with which the latest backward started. retained: some backward has kept the graph.
     - unchecked: programs whose results are compared with the traced ones in their first run.
-    - waiting: forwards, for their backward.
+    - waiting: forwards, for their backward. undo: leaves nothing of the latest forward, where that raised an error.
 
     `Recovery.attend` (installed/recovery.py) sets three more before the step runs:
 
@@ -90,6 +88,7 @@ class Runner:
         self.watch: Observer | None = None
         self.arrived: dict[int, Layout] | None = None
         self.retained = False
+        self.undo: Callable[[], None] | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()
         self.returned: list[tuple[Any, int]] = []  # memory of the last call's outputs, and its bytes
@@ -197,6 +196,8 @@ class Runner:
                 results = self._run(program.forward, arguments)
         except BaseException as error:
             self.store.transfers.settle()
+            all_kept = len(start.buffers) == len(self.written.buffers) and not self.written.for_good
+            self.undo = functools.partial(self._go_back, start) if all_kept and not self._has_islands else None
             if may_run_again(error):
                 if self.store.wrote:
                     raise RuntimeError(
