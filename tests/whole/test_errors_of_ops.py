@@ -38,6 +38,16 @@ def own_ops() -> Iterator[None]:
         def noisy(x: Tensor) -> Tensor:
             return x + torch.from_numpy(np.random.rand(*x.shape).astype(np.float32))
 
+        @torch.library.custom_op("errors_of_ops::count", mutates_args=())
+        def count(x: Tensor) -> int:
+            return int((x > 0).sum())
+
+        @torch.library.custom_op("errors_of_ops::mean", mutates_args=())
+        def mean(x: Tensor) -> float:
+            return x.mean().item()
+
+        count.register_fake(lambda x: torch.library.get_ctx().new_dynamic_size())
+        mean.register_fake(lambda x: 0.5)
         check.register_fake(lambda x: None)
         scaled.register_fake(torch.empty_like)
         scaled.register_autograd(lambda ctx, gradient: gradient * SCALE["by"])
@@ -235,6 +245,21 @@ def test_the_formula_of_an_op_may_read_python_state() -> None:
         return found
 
     assert all(map(torch.equal, gradients(False), gradients(True)))
+
+
+@pytest.mark.parametrize("kind", ["count", "mean"])
+def test_numbers_that_an_op_gives_are_those_of_each_step(kind: str) -> None:
+    """A trace has those of its fake kernel."""
+
+    def outputs(planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Net(lambda x, _: x * getattr(torch.ops.errors_of_ops, kind)(x)), torch.randn(3, 16, 16)
+        if planned:
+            memplan.apply(model, (x[0], GOOD), 0.6, on_infeasible="min")
+        torch.manual_seed(1)
+        return [model(one, GOOD).detach() for one in x]
+
+    assert all(map(torch.equal, outputs(False), outputs(True)))
 
 
 def test_planning_leaves_numpy_s_generator_as_it_is() -> None:

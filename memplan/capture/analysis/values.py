@@ -123,8 +123,7 @@ class _StepBuilder:
             raise UnsupportedModel(
                 f"forward uses a tensor of shape {tuple(tensor.shape)} that requires grad and is neither a parameter, "
                 "nor a buffer, nor an argument. Register it as a parameter, or pass it in; a teacher has to have "
-                "requires_grad_(False); where forward calls torch.utils.checkpoint, leave that out, for memplan "
-                "decides what to recompute"
+                "requires_grad_(False); where forward calls torch.utils.checkpoint, leave that out"
             )
         self.draft.residents[node] = Resident("constant", name)
         self.draft.constants[name] = tensor
@@ -152,6 +151,8 @@ class _StepBuilder:
                 f"{node.target} gives a tensor of layout {tensors[0].layout}; only strided tensors can be planned. "
                 "Sparse gradients: set sparse=False",
             )
+        if op_facts.gives_numbers(node.target):
+            raise self._refusal(node, f"{node.target} gives a number, and a plan would have that of its fake kernel")
         writes = written_nodes(node)
         if not tensors and not writes and not op_facts.checks_data(node.target):
             return  # an assertion on sizes or dtypes: it held at capture, and the key holds it

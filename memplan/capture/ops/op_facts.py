@@ -57,7 +57,6 @@ _WITH_DROPOUT_P = frozenset({
     "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
 })  # fmt: skip
 
-
 # Ops whose kernels add in the order in which threads arrive, and the argument that says so where one does. All of them
 # do on CUDA, those with an argument on CPUs too (20 of 20 second runs of `index_put` on two threads had other bits).
 _ADDS_IN_ANY_ORDER: dict[str, str | None] = {
@@ -78,7 +77,6 @@ _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
     getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
 )
 
-
 # Views that are the very tensor that they look at, as far as a program without autograd can tell.
 SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 
@@ -93,6 +91,11 @@ def checks_data(target: Any) -> bool:
     if not isinstance(target, OpOverload) or target._schema.returns or target._schema.is_mutable:
         return False
     return target._schema.name in ("aten::_linalg_check_errors", "aten::_assert_async") or not is_of_pytorch(target)
+
+
+def gives_numbers(target: Any) -> bool:
+    """Whether the results of a user's op are no tensors alone."""
+    return not is_of_pytorch(target) and any("Tensor" not in str(result.type) for result in target._schema.returns)
 
 
 def is_view(target: Any) -> bool:

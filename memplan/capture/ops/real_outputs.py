@@ -72,7 +72,6 @@ _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.log_sigmoid_backward.default: lambda grad, *_: torch.empty_like(grad),
 }
 
-
 # Ops whose kernels, on any device, go through their operands element by element, where the fake ones give dimensions of
 # one element, or broadcast ones, other strides: op -> which arguments are the operands, in the order of their say.
 _ITERATED: dict[Any, tuple[int, ...]] = {
@@ -91,7 +90,6 @@ _ITERATED: dict[Any, tuple[int, ...]] = {
     aten.leaky_relu_backward.default: (1, 0),
 }  # fmt: skip
 
-
 # Ops whose real CPU kernels shrink a result that they made larger, and keep its memory: op -> number of elements that
 # the memory holds, from the arguments. Fake kernels make the small result.
 _ELEMENTS: dict[Any, Callable[..., int]] = {
@@ -101,7 +99,6 @@ _ELEMENTS: dict[Any, Callable[..., int]] = {
     aten.soft_margin_loss.default: lambda x, *_: x.numel(),
     aten.col2im.default: lambda x, *_: x.numel(),
 }
-
 
 # Ops whose real CUDA kernels give small results on the host, from where backward reads them: op -> which results.
 _ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
