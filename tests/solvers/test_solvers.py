@@ -231,6 +231,28 @@ def test_equal_blocks_share_what_is_true_of_both(table: ChainTable, times: int, 
         assert float(front.seconds[m]) == chain_optimum(repeated, m)
 
 
+@pytest.mark.parametrize("seed", [211, 1895, 3365, 3969, 5057, 5783, 6379, 7187, *range(20)])
+def test_equal_blocks_share_nothing_where_something_else_stands_outside_between_them(seed: int) -> None:
+    """Blocks i to j equal those a period further on, but segments within i to j do not."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(5, 8))
+    own = np.triu(rng.integers(0, 2, (count, count)))
+    lows, highs = (0, 1, 1, 0, 0, 0, 0), (4, 5, 7, 5, 9, 4, 5)
+    drawn = [rng.integers(low, high, 2 if at < 5 else None) for at, (low, high) in enumerate(zip(lows, highs))]
+    rows = [np.repeat(np.asarray(one)[None], count, 0) for one in drawn]
+    outside = rng.integers(0, 3, count)
+    table = ChainTable(
+        option_count=np.full(count, 2), saved=rows[0], forward_peak=rows[1], backward_peak=rows[2],
+        cost_first=rows[3].astype(float), cost_again=rows[4].astype(float),
+        width=np.ascontiguousarray(np.cumsum(own[::-1], axis=0)[::-1]), leaf_peak=rows[5],
+        leaf_again=rows[6].astype(float), outside_first=np.zeros(count, np.int64),
+        outside_again=outside if seed % 2 else np.sort(outside),
+    )  # fmt: skip
+    front = solve_chain(table, 24)
+    for m in range(0, 25, 2):
+        assert float(front.seconds[m]) == chain_optimum(table, m)
+
+
 @CALM
 @given(random_problems())
 def test_fill_keeps_the_limit_and_saves_time(problem: Problem) -> None:

@@ -115,15 +115,15 @@ def _shared_rows(t: ChainTable) -> tuple[Ints, int]:
     same = np.zeros(count, dtype=np.bool_)
     for i in range(count - period):
         same[i] = _same_blocks(t, i, i + period)
-    # alike[j] for the current i: blocks i..j equal those a period further on, cuts and what stands outside included.
     rows = 0
     for i in range(count - 1, -1, -1):
-        alike = True
+        alike = True  # blocks i..j equal those a period further on, with cuts and outside; so do all segments in i..j
         for j in range(i, count):
             further = j + period
-            alike = alike and further < count - 1 and same[j]
+            alike = alike and further < count - 1 and same[j] and t.outside_again[j] == t.outside_again[further]
             alike = alike and t.width[i, j] == t.width[min(i + period, count - 1), min(further, count - 1)]
-            if alike and t.outside_again[j] == t.outside_again[further]:
+            alike = alike and (i == j or segment[i + 1, j] == segment[i + 1 + period, further])
+            if alike:
                 segment[i, j] = segment[i + period, further]
             else:
                 segment[i, j] = rows
