@@ -19,10 +19,9 @@ from memplan.capture.trace.call import Sample
 from memplan.config import ConfigLike
 from memplan.errors import Refused, or_raise
 from memplan.installed.choice import OnMismatch
-from memplan.installed.passes import is_disabled, leave_unplanned
+from memplan.installed.passes import is_disabled, leave_unplanned, refuse_without_forward
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
-from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planned_models import refuse_no_module
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment, prepare_allocator

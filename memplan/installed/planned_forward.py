@@ -16,13 +16,13 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.named_state import NamedState
+from memplan.capture.ops.op_facts import is_of_pytorch
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward
 from memplan.errors import MemplanError
 from memplan.installed.choice import OnMismatch, StepChoice
-from memplan.installed.passes import UnplannedLoss, UnplannedPasses
+from memplan.installed.passes import UnplannedLoss, UnplannedPasses, end_watch, watch_optimizers
 from memplan.installed.recovery import OnOutOfMemory, Recovery
-from memplan.installed.unused import end_watch, watch_optimizers
 from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
@@ -124,10 +124,12 @@ class PlannedForward:
         """Whether the model's own forward runs in place of a plan whose op raised an error: it may catch that error."""
         if not isinstance(step, PlannedStep) or step.runner.undo is None or isinstance(error, MemplanError):
             return False
-        placement, ops, settings = self._planner.placement, step.capture.traced.graph.ops, self._planner.settings
-        if placement.updates is not None or placement.brought or any(op.is_collective for op in ops):
+        placement, settings, traced = self._planner.placement, self._planner.settings, step.capture.traced
+        moved = placement.updates or placement.brought or settings.host_budget is not None or self.shards is not None
+        users = any(kernel.made and not is_of_pytorch(kernel.target) for kernel in traced.kernels)  # may draw, and log
+        if moved or users or traced.template.attributes or any(op.is_collective for op in traced.graph.ops):
             return False
-        if settings.host_budget is not None or not NamedState(self.model, settings.loss_fn).catches:
+        if not NamedState(self.model, settings.loss_fn).catches:
             return False
         step.runner.undo()
         self.choice.voice.warn({"caught": f"an op of the plan raises {error!r}; that call runs unplanned"})

@@ -36,7 +36,6 @@ _TRIES = 100  # searches from nothing
 _LOWERED = (0.3, 0.3, 0.2, 0.2, 0.1, 0.1)  # of what is above the bound, by one search: less after each failure
 _STEPS = 5000  # placements of one search
 _FIXED = 1e6  # the weight of blocks that stay
-_NOTHING = 1e-6  # a weight that is only rounding
 _EJECTED = 0.5  # how much heavier a block becomes; all begin with 1
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
 _FACTOR = 6364136223846793005  # of Knuth's linear congruential generator
@@ -73,8 +72,7 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, seed: int = 0)
     if not blocks:
         return Packing()
     size, first, last = columns(blocks)
-    bound_bytes = most_alive(blocks)
-    lasting = last - first
+    bound_bytes, lasting = most_alive(blocks), last - first
     longest = [lasting > np.quantile(lasting, share) for share in _LASTING]
     keys = [(-lasting, -size), (first, -size * lasting), *((-size, -lasting * is_long) for is_long in longest)]
     best = min((_first_fit(size, first, last, np.lexsort(k)) for k in keys), key=lambda at: _height(at, size))
@@ -222,9 +220,9 @@ def eject(
             cost = begun - ended
             drawn = drawn * _FACTOR + 1  # modulo 2**64
             noisy = cost * (1 + _NOISE * (drawn >> 33 & _DRAWN) / _DRAWN)
-            if cost <= _NOTHING or noisy < best:
+            if cost == 0.0 or noisy < best:
                 best, chosen = noisy, place
-            if cost <= _NOTHING or place == highest:
+            if cost == 0.0 or place == highest:
                 break
             while k < near and offsets[starts[k]] - length <= place:
                 k += 1

@@ -4,7 +4,7 @@ When a new release moves something, this is the folder to mend. Other folders wr
 """
 
 from memplan.torch_private.autograd import (
-    also_arrives_otherwise, backward_in_progress, backward_keeps_graph, engine_reaches, formula_of_op,
+    also_arrives_otherwise, backward_in_progress, backward_keeps_graph, engine_reaches, formulas_of_op,
     function_that_failed, functions_applied_by, run_backward, versions_kept, without_accumulators,
 )  # fmt: skip
 from memplan.torch_private.devices import (
@@ -17,7 +17,7 @@ from memplan.torch_private.dtensors import (
     as_returned, completed, is_hook_of_dtensors, is_of_dtensors, is_sharded, is_wait, parallel_contexts, part_here,
     ranks_of, spec_of, wait_for, with_spec,
 )  # fmt: skip
-from memplan.torch_private.exchanged import exchanged
+from memplan.torch_private.exchanged import exchanged, made_errors
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
     HOOK_TABLES, SwitchedOff, called, called_module, calls_instead, collects, collects_outputs, compiled_call,

@@ -33,10 +33,11 @@ class _Ends(torch.autograd.Function):
         return torch.empty(0, device="cpu")
 
 
-def formula_of_op(function: type) -> Any:
-    """What `torch.library.register_autograd` got for an op whose autograd function PyTorch has made; None of others."""
+def formulas_of_op(function: type) -> tuple[Any, ...]:
+    """What `torch.library.register_autograd` got for an op whose autograd function PyTorch has made; none of others."""
     code = inspect.unwrap(getattr(vars(function).get("backward"), "__func__", _Ends.forward))
-    return getattr(inspect.getclosurevars(code).nonlocals.get("info"), "_backward_fn", None)
+    info = inspect.getclosurevars(code).nonlocals.get("info")
+    return tuple(filter(None, (getattr(info, name, None) for name in ("_backward_fn", "_setup_context_fn"))))
 
 
 def without_accumulators(leaves: Sequence[torch.Tensor]) -> list[bool]:

@@ -22,6 +22,21 @@ def exchanged(home: Any, /, **values: Any) -> Iterator[None]:
             _put(home, name, value)
 
 
+@contextlib.contextmanager
+def made_errors(*kinds: type[Exception]) -> Iterator[list[Exception]]:
+    """A context that gives the errors of these kinds, and of kinds derived from them, that are made in it."""
+    made = list[Exception]()
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+
+            def init(error: Exception, *given: Any, _original: Any = kind.__init__) -> None:
+                made.append(error)
+                _original(error, *given)
+
+            stack.enter_context(exchanged(kind, __init__=init))
+        yield made
+
+
 def _put(home: Any, name: str, value: Any) -> None:
     """Set an attribute, or delete it. A `__setattr__` of the object's class is not asked."""
     if isinstance(home, type):

@@ -289,8 +289,7 @@ def backward_depends_on(node: Any) -> str | None:
     """
     function = type(node)._forward_cls
     if is_library_code(function):
-        formula = private.formula_of_op(function)
-        return None if formula is None else state_behind(formula)
+        return next(filter(None, map(state_behind, private.formulas_of_op(function))), None)
     for name, value in vars(node).items():
         if not isinstance(value, (torch.Tensor, nn.Module, type)) and _is_own(type(value)):
             return f"the {type(value).__name__} that it has as ctx.{name}"

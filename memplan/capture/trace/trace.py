@@ -162,9 +162,12 @@ class _StepTrace:
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
             watch = OpWatch(self._notes, request.memo, request.memory, request.made, symbolic, request.counted)
+            refused = stack.enter_context(private.made_errors(UnsupportedModel, *private.DATA_DEPENDENT_ERRORS))
             try:
                 given = state[:count], state[count:], symbolic.tensors
                 graph_module = private.trace_with_fakes(watched, given, symbols, varies=bool(request.varying))
+                if refused:  # and forward has caught it
+                    raise refused[0]
                 kept, dataflow = set(map(storage_key, remembered())), Dataflow(graph_module.graph)
                 results = (node for node in graph_module.graph.nodes if kept and storage_of(node) in kept)
                 if any(draws(node) for result in results for node in dataflow.behind(result)):
@@ -178,6 +181,7 @@ class _StepTrace:
             except MemoryError:
                 raise
             except Exception as error:
+                refused.clear()
                 self._notes.template = None  # an object in it may hold a graph of autograd, which holds these notes
                 is_refusal = isinstance(error, UnsupportedModel) and not isinstance(error, private.FixedSize)
                 raise self._in_words(error) from error.__cause__ if is_refusal else error
