@@ -164,7 +164,7 @@ class OpWatch(private.TorchDispatchMode):
         """
         if func in (aten.index.Tensor, aten.masked_select.default):
             return self._selected(func, args, outputs)
-        refusal = UnsupportedModel(
+        why = (
             f"the shape of a result depends on data: {func} in module {self._notes.module}, at {caller_line()}. "
             "Compute it outside of the model and pass it in, or use operations whose result shapes are fixed, such as "
             "torch.where"
@@ -176,7 +176,7 @@ class OpWatch(private.TorchDispatchMode):
                 return output
             closure = self._dataflow.behind(node)
             if not self._derives_from_inputs(closure) or any(map(draws, closure)):
-                raise refusal
+                raise UnsupportedModel(why)
             real = self._real(closure, node)
             with self._recording.unwritten():
                 size, stride = self._symbolic.shaped(len(self._notes.scalar_reads), real, output)
