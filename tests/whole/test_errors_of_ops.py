@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
+from memplan.runtime.program.step import PlannedStep
 
 Inside = Callable[[Tensor, Tensor], Tensor]
 
@@ -217,6 +219,18 @@ def test_the_plan_is_left_for_that_call_alone(caplog: pytest.LogCaptureFixture) 
     assert_same(trained(inside, [GOOD, BAD, GOOD], None), trained(inside, [GOOD, BAD, GOOD], 0.6))
     (said,) = (r.getMessage() for r in caplog.records if "call runs unplanned" in r.getMessage())
     assert said.startswith("an op of the plan raises _LinAlgError('linalg.cholesky: ")
+
+
+def test_a_later_error_undoes_no_earlier_call() -> None:
+    torch.manual_seed(0)
+    model, x = Net(or_else(cholesky)), torch.randn(16, 16)
+    memplan.apply(model, (x, GOOD), 0.6, on_infeasible="min")
+    step = planned_forward(model).steps[0]
+    assert isinstance(step, PlannedStep)
+    model(x, BAD)
+    assert step.runner.undo is not None
+    model(x, GOOD)
+    assert step.runner.undo is None
 
 
 def test_statistics_that_forward_has_updated_are_not_updated_twice() -> None:

@@ -101,7 +101,7 @@ class PlannedStep:
 
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
-        traced, numbers = self.capture.traced, self.numbers(call)
+        traced, numbers, self.runner.undo = self.capture.traced, self.numbers(call), None
         if self.sized is not None:
             self.sized.numbers = numbers
         attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
