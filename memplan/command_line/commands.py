@@ -9,12 +9,10 @@ import sys
 from collections.abc import Sequence
 
 import memplan
-from memplan.command_line.audit_command import add_audit
-from memplan.command_line.caches import add_clear_costs, add_warmup
 from memplan.command_line.demo import add_demo
-from memplan.command_line.doctor import add_doctor
+from memplan.command_line.doctor import add_clear_costs, add_doctor, add_warmup
 from memplan.command_line.outcomes import MISTAKEN, Mistake, Outcome
-from memplan.command_line.plan_command import add_explore, add_plan, add_report
+from memplan.command_line.plan_command import add_audit, add_explore, add_plan, add_report
 from memplan.errors import InvalidPlanFile, MemplanError
 
 _COMMANDS = (add_plan, add_explore, add_report, add_audit, add_demo, add_warmup, add_doctor, add_clear_costs)

@@ -1,18 +1,18 @@
-"""`memplan plan` and `explore`: what a step takes on a card, without card and weights; `report` of a saved plan."""
+"""`memplan plan` and `explore`: what a step takes on a card, without card and weights; `report` and `audit`."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memplan
 from memplan.command_line.outcomes import DONE, NO_FIT, Commands, Mistake, Outcome
-from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count
-from memplan.command_line.target import device_budget_bytes
+from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count, device_budget_bytes
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.units import format_bytes, format_seconds
 
@@ -201,3 +201,31 @@ def figures_as_json(plan: PlanFigures) -> dict[str, Any]:
         "recomputed_ops": len(plan.recomputed),
         "costs": problem.costs.source,
     }
+
+
+def add_audit(commands: Commands) -> None:
+    command = commands.add_parser("audit", help="whether your own checkpointing, compilation or offload is exact")
+    command.add_argument(
+        "model",
+        help="a function that gives (model, sample) or (model, sample, loss_fn): package.module:build or "
+        "path/file.py:build",
+    )
+    command.add_argument("--batch", type=count, help="for the function, if it has such a parameter")
+    command.add_argument("--length", type=count, help="for the function, if it has such a parameter")
+    command.set_defaults(run=_audit)
+
+
+def _audit(given: argparse.Namespace) -> Outcome:
+    from memplan.command_line.described import Wanted
+    from memplan.command_line.model_source import built_step
+
+    if ":" not in given.model:
+        cause = "an audit runs the step, which takes weights and a batch"
+        raise Mistake(f"{given.model!r} is no function", cause, "give path/file.py:build, which makes model and sample")
+    step = built_step(Wanted(given.model, {}, given.batch, given.length, None))
+    with errors_of_the_model():
+        audit = memplan.audit(step.model, step.sample, step.loss_fn)
+    facts: dict[str, Any] = {"model": step.title, "exact": audit.exact} | dataclasses.asdict(audit)
+    for found in [*facts["findings"], *facts["nondeterministic"]]:
+        found |= {name: None for name, value in found.items() if value == math.inf}  # which JSON has not
+    return Outcome(f"{step.title}\n\n{audit}", facts, NO_FIT if audit.findings else DONE)

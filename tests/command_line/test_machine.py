@@ -14,7 +14,7 @@ import numba
 import pytest
 
 from memplan import jit
-from memplan.command_line import caches
+from memplan.command_line import doctor
 from tests.command_line.conftest import Run
 
 
@@ -47,7 +47,7 @@ def test_what_the_doctor_mends(run: Run, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_warm_up_that_has_nothing_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "is_on_disk", lambda kernel: True)
-    monkeypatch.setattr(caches, "_plan_something", lambda: pytest.fail("planned"))
+    monkeypatch.setattr(doctor, "_plan_something", lambda: pytest.fail("planned"))
     assert "there is nothing to do" in run("warmup").out
     assert run("warmup", "--json").facts["compiled"] == 0
 
@@ -61,7 +61,7 @@ def test_a_warm_up_counts_what_is_compiled(run: Run, monkeypatch: pytest.MonkeyP
         numba.njit(one)(1)
 
     monkeypatch.setattr(jit, "is_on_disk", lambda kernel: False)
-    monkeypatch.setattr(caches, "_plan_something", plans)
+    monkeypatch.setattr(doctor, "_plan_something", plans)
     facts = run("warmup", "--json").facts
     assert facts["compiled"] == 1 and facts["solvers"] > 70
 

@@ -20,7 +20,7 @@ from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_or
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import flatten, last_reads
-from memplan.solvers.orders.sketch import sketch_of
+from memplan.solvers.orders.replay import sketch_of
 from tests.support.exact_blocks import solve_block
 from tests.support.milp_oracle import checkmate, facts_of, shortest
 from tests.support.parameters import examples

@@ -19,7 +19,7 @@ from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, meas
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.front.methods import MethodTask, blocks
 from memplan.solvers.orders.flat import flatten, last_reads
-from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of
+from memplan.solvers.orders.replay import Sketch, keep_all, pareto, sketch_of
 from tests.support.configs import with_figures
 from tests.support.parameters import examples
 from tests.support.random_graphs import (

@@ -19,8 +19,7 @@ from memplan.solvers.chain.expand import baselines
 from memplan.solvers.offload.fit_copies import solve_offload
 from memplan.solvers.offload.overlap import overlapped, unit_order
 from memplan.solvers.orders.flat import flatten
-from memplan.solvers.orders.replay import replay
-from memplan.solvers.orders.sketch import keep_all
+from memplan.solvers.orders.replay import keep_all, replay
 from tests.support.parameters import examples
 from tests.support.random_graphs import fsdp_like, random_problems
 

@@ -26,9 +26,8 @@ from memplan.solvers.chain.options import cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Flat, Ints, flatten
-from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.replay import fill, keep_all, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
-from memplan.solvers.orders.sketch import keep_all
 from memplan.solvers.search.neighbourhood import exchange, search_neighbours
 from tests.support.configs import lower_bound, solved_chain, with_figures
 from tests.support.parameters import examples

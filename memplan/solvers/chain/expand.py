@@ -14,8 +14,7 @@ from memplan.solvers.chain.options import BlockOptions, LocalBlock, localise
 from memplan.solvers.chain.partition import Block, coarse_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Flat, Ints, last_reads
-from memplan.solvers.orders.replay import prune
-from memplan.solvers.orders.sketch import keep_all
+from memplan.solvers.orders.replay import keep_all, prune
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,8 @@ from memplan.solvers.chain.options import (
 )
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.orders.flat import Arrays, Flags, Flat, Floats, Ints
-from memplan.solvers.orders.replay import fill, outcome
+from memplan.solvers.orders.replay import Sketch, fill, keep_all, outcome, pareto, sketch_of
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of
 
 _SAVED, _FORWARD, _BACKWARD, _RECOMPUTE, _AGAIN = range(5)
 _LEVELS = 12  # limits told apart in each direction of the grid

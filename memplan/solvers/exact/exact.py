@@ -29,7 +29,7 @@ from memplan.solvers.exact.moment_bound import least_after, windows
 from memplan.solvers.exact.space import NEVER, Cell, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
 from memplan.solvers.orders.flat import Ints
-from memplan.solvers.orders.sketch import keep_all
+from memplan.solvers.orders.replay import keep_all
 
 _MOST_S = float("inf")
 _MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again

@@ -13,7 +13,7 @@ from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order
 from memplan.solvers.exact.incumbents import BlockBudget, improved
 from memplan.solvers.orders.flat import Flat, Ints, compressed
-from memplan.solvers.orders.sketch import keep_all
+from memplan.solvers.orders.replay import keep_all
 
 _TRIES = 4
 

@@ -29,7 +29,7 @@ from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.expand import baselines
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
 from memplan.solvers.orders.flat import flatten
-from memplan.solvers.orders.sketch import Sketch, keep_all, pareto, sketch_of, thin
+from memplan.solvers.orders.replay import Sketch, keep_all, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
 
 

@@ -17,9 +17,8 @@ from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cu
 from memplan.solvers.exact.exact import exact_orders
 from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import Arrays, Flags, Flat, Ints
-from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.replay import Sketch, keep_all, prune, sketch_of
 from memplan.solvers.orders.rewrites import demand_order
-from memplan.solvers.orders.sketch import Sketch, keep_all, sketch_of
 
 _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
 

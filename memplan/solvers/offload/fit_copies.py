@@ -41,9 +41,8 @@ from memplan.solvers.front.front import Candidate
 from memplan.solvers.offload.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
 from memplan.solvers.offload.overlap import overlapped, unit_order
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
-from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.replay import fill, replay, sketch_of, thin
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.orders.sketch import sketch_of, thin
 
 _VAST = 1 << 60
 _SPREAD = 24  # orders tried, spread over a front

@@ -19,9 +19,8 @@ import numpy as np
 from memplan.config import SearchFigures
 from memplan.solvers.bounds.lower_bound import Bound
 from memplan.solvers.orders.flat import Flat
-from memplan.solvers.orders.replay import fill
+from memplan.solvers.orders.replay import Sketch, fill, pareto, sketch_of, thin
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
 from memplan.solvers.search.neighbourhood import exchange, search_neighbours
 
 _CLOSE = 1e-3  # of the bound
