@@ -21,7 +21,7 @@ from memplan.torch_private.exchanged import exchanged, made_errors
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of
 from memplan.torch_private.hooks import (
     HOOK_TABLES, SwitchedOff, called, called_module, calls_instead, collects, collects_outputs, compiled_call,
-    everything_saved, exchanges_saved_tensors, foreign_hooks, global_hook_tables, is_hooked,
+    everything_saved, exchanges_saved_tensors, foreign_hooks, global_hook_tables, hooks_on,
     parametrizations_are_cached, step_without_hooks, waits_for_others, without_checkpoints, without_saved_tensor_hooks,
 )  # fmt: skip
 from memplan.torch_private.inductor import (

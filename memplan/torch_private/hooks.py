@@ -45,9 +45,9 @@ def foreign_hooks(table: dict[int, Any]) -> int:
     return sum(not _is_traced(hook) for hook in table.values())
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own whose work is not part of a trace."""
-    return any(foreign_hooks(getattr(module, table)) for table in HOOK_TABLES)
+def hooks_on(module: nn.Module) -> list[Any]:
+    """Hooks of a module itself whose work is not part of a trace."""
+    return [hook for table in HOOK_TABLES for hook in getattr(module, table).values() if not _is_traced(hook)]
 
 
 def collects(module: nn.Module) -> bool:

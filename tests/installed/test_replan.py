@@ -327,6 +327,51 @@ def test_a_module_with_a_hook_added_later_is_an_island() -> None:
     assert not memplan.plan_of(planned).islands
 
 
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.noise = nn.Linear(8, 8), nn.Linear(8, 8), 0.5
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.last(self.first(x).tanh())
+        return {"loss": y.logsumexp(1).mean(), "logits": y}
+
+
+def _doubled(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    return out * 2
+
+
+def _noisy(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
+    module.calls = getattr(module, "calls", 0) + 1
+    return out + torch.zeros_like(out).uniform_(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("hook", [_doubled, _noisy])
+def test_a_loss_outside_of_a_model_whose_hooks_read_no_state(hook: Callable[..., Any]) -> None:
+    net, x = WithLoss(), torch.randn(4, 8)
+    net.first.register_forward_hook(hook)
+    planned, results = planned_twin(net, x, "1GiB"), []
+    for each in (net, planned):
+        torch.manual_seed(0)
+        for _ in range(3):
+            each(x)["logits"].square().sum().backward()
+        results.append(({n: p.grad for n, p in each.named_parameters()}, getattr(each.first, "calls", 0)))
+    assert_same_bits(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    assert kinds(planned)[0] is PlannedStep
+
+
+def test_a_hook_that_appends_to_a_list_runs_once_a_step() -> None:
+    calls: list[int] = []
+    net, x = WithLoss(), torch.randn(4, 8)
+    net.first.register_forward_hook(lambda *args: calls.append(1))
+    memplan.apply(net, x, "1GiB", costs="estimate")
+    calls.clear()
+    with pytest.raises(memplan.PlanMismatch, match="Forward can't run again"):
+        net(x)["logits"].sum().backward()
+    assert calls == [1]
+
+
 class BranchesLater(Outputs):
     """Takes a branch on a computed number once it is told to."""
 

@@ -94,7 +94,7 @@ def calls_exchanged(
 
 def is_wholly_called(module: nn.Module) -> bool:
     """Whether a call of a module does more than to run its forward."""
-    return private.is_hooked(module) or private.compiled_call(module) is not None
+    return bool(private.hooks_on(module)) or private.compiled_call(module) is not None
 
 
 @contextlib.contextmanager

@@ -84,7 +84,7 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
     """
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     arguments, names = Arguments.of(args, kwargs, state), list(state)
-    objects, once = arguments.static[1:], any(private.is_hooked(m) for m in module.modules() if m is not module)
+    objects, once = arguments.static[1:], any(private.hooks_on(m) for m in module.modules() if m is not module)
     if once or not torch.is_grad_enabled() or any(hasattr(a, "__dict__") and not callable(a) for a in objects):
         return forward(*args, **kwargs)
     static, given, before = arguments.static, arguments.given, list[Any]()

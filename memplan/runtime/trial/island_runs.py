@@ -147,9 +147,9 @@ class IslandRuns(private.RealOps):
             return original(*arguments_of(static, given))
 
         named = functools.partial(function, *arguments.static)  # what it reads, and what it is given
-        repeats = state_behind(vars(function).get("forward")) is None
+        repeats = alike = state_behind(vars(function).get("forward")) is None
         kept = functools.partial(_state_kept, None, named, arguments.static)
-        return self._looked_at(function, None, arguments, call, lambda: original(*args), kept, repeats)
+        return self._looked_at(function, None, arguments, call, lambda: original(*args), kept, repeats, alike)
 
     def _call(self, called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
         if self._within:
@@ -184,8 +184,13 @@ class IslandRuns(private.RealOps):
 
         code = named.function if named is not None else original if path is None else None
         kept = functools.partial(_state_kept, path, code, ())
-        repeats = not any(map(private.is_hooked, module.modules())) if named is None else state_behind(code) is None
-        return self._looked_at(called, path, arguments, call, lambda: original(*args, **kwargs), kept, repeats, module)
+        if named is not None:
+            repeats = alike = state_behind(code) is None
+        else:
+            hooks = [hook for inner in module.modules() for hook in private.hooks_on(inner)]
+            repeats, alike = not hooks, all(state_behind(hook) is None for hook in hooks)
+        run = functools.partial(original, *args, **kwargs)
+        return self._looked_at(called, path, arguments, call, run, kept, repeats, alike, module)
 
     def _looked_at(
         self,
@@ -196,6 +201,7 @@ class IslandRuns(private.RealOps):
         run: Callable[[], Any],
         kept: Callable[..., AttributesKept],
         repeats: bool,
+        alike: bool,
         instance: nn.Module | None = None,
     ) -> Any:
         """Return what the call returns in forward, and add an island for the call.
@@ -203,7 +209,8 @@ class IslandRuns(private.RealOps):
         - called, module, call: see `Island`.
         - run: makes the call as forward does.
         - kept: makes a context that restores the Python state which the call may change.
-        - repeats: False if the code of the call reads Python state, so that the call must not run again.
+        - repeats: False if hooks run with the call, or its code reads Python state: a plan must not run it again.
+        - alike: False if that code, or that of hooks, reads Python state that `kept` does not restore.
         - instance: the module that is called.
         """
         name = name_of(called)
@@ -249,7 +256,7 @@ class IslandRuns(private.RealOps):
         noted = self._noted - noted_before
         drew, island.varies = generator_states(self._generators) != others_before, noted["shapes"] > 0
         island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
-        island.alike, island.once = repeats and not noted["writes"], not repeats or drew
+        island.alike, island.once = alike and not noted["writes"], not repeats or drew
         island.loose = island.varies or drew or noted["reads"] > 0
         outputs = pytree.tree_leaves(returned)
         if isinstance(called, NamedFunction):
