@@ -8,6 +8,7 @@ import functools
 import importlib
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -410,3 +411,35 @@ def test_a_config_that_makes_its_keys_stays_as_it_is() -> None:
     memplan.apply(model, torch.randn(16, 4), "1GiB")
     model(torch.randn(16, 4)).sum().backward()
     assert model.config == {"width": 8}
+
+
+class LazyTable(OrderedDict[str, Any]):
+    """A table of classes as transformers has them: it imports what is asked for, and some of that is not installed."""
+
+    def keys(self) -> Any:
+        raise ValueError("a library is missing")
+
+    values = items = __iter__ = keys
+
+
+LAZY = LazyTable()
+
+
+class ReadsLazyTable(nn.Module):
+    table = LAZY
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.own = nn.Linear(8, 8), [LAZY]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert "x" not in LAZY and "x" not in self.table and "x" not in self.own[0]
+        return self.inner(x).relu()
+
+
+def test_a_table_is_not_asked_for_what_it_does_not_hold() -> None:
+    model = ReadsLazyTable()
+    memplan.apply(model, torch.randn(4, 8), "1GiB", costs="estimate")
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+    assert memplan.plan_of(model) is not None

@@ -23,7 +23,7 @@ from torch import nn
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.imports import ImportsHeard, as_before
 from memplan.capture.attributes.named_state import GENERATORS
-from memplan.capture.attributes.named_table import NamedTable
+from memplan.capture.attributes.named_table import NamedTable, items_of
 from memplan.capture.attributes.snapshot import copied, is_unchanged
 from memplan.capture.attributes.tables import (
     ABSENT,
@@ -442,7 +442,7 @@ def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[
         if isinstance(value, (dict, list, set, deque, np.ndarray)):
             yield path, value
         if isinstance(value, (dict, list, tuple, deque)):
-            children = value.items() if isinstance(value, dict) else enumerate(value)
+            children = items_of(value) if isinstance(value, dict) else enumerate(value)
             pending.extend(
                 (f"{path}[{k!r}]", v) for k, v in children if type(v) not in OF_NO_PARTS and isinstance(v, CONTAINERS)
             )

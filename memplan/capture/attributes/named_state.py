@@ -273,7 +273,7 @@ class NamedState:
     def _reach_code(self, value: Any, depth: int = 3) -> None:
         """Follow functions, objects, and those in containers: `ACTIVATIONS[name](x)`."""
         if isinstance(value, (dict, list, tuple)):
-            for inner in list(value.values() if isinstance(value, dict) else value)[:_MOST] if depth else ():
+            for inner in list(dict.values(value) if isinstance(value, dict) else value)[:_MOST] if depth else ():
                 self._reach_code(inner, depth - 1)
         elif callable(value) or not is_library_code(type(value)):
             self._reach(value)

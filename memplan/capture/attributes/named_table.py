@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from types import CellType
 from typing import Any
 
 _ABSENT = object()
+
+
+def items_of(held: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """The items that a dict itself holds. A subclass may make others when it is asked: transformers' lazy tables do."""
+    return (OrderedDict if isinstance(held, OrderedDict) else dict).items(held)
 
 
 class NamedTable(MutableMapping[str, Any]):

@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.named_table import NamedTable
+from memplan.capture.attributes.named_table import NamedTable, items_of
 from memplan.capture.attributes.tables import ABSENT, CHECKED_ELSEWHERE, CONTAINERS, PLAIN, Table, is_plain
 
 _MOST_COMPARED = 256  # values of a container that a global names
@@ -132,7 +132,7 @@ def _count(container: Any) -> int:
     if isinstance(container, np.ndarray):
         return container.size
     count = len(container)
-    for value in container.values() if isinstance(container, dict) else container:
+    for value in dict.values(container) if isinstance(container, dict) else container:
         if count > _MOST_COMPARED:
             break
         count += _count(value) if isinstance(value, CONTAINERS) else 0
@@ -142,7 +142,7 @@ def _count(container: Any) -> int:
 def _frozen(value: Any) -> Any:
     """A copy of a container and of the containers in it."""
     if isinstance(value, dict):
-        return {k: _frozen(v) for k, v in value.items()}
+        return {k: _frozen(v) for k, v in items_of(value)}
     if isinstance(value, (list, tuple, deque)):
         return tuple(map(_frozen, value)) if isinstance(value, tuple) else list(map(_frozen, value))
     if isinstance(value, (set, frozenset)):
@@ -155,8 +155,9 @@ def is_unchanged(frozen: Any, value: Any) -> bool:
     if frozen is value:
         return True
     if isinstance(value, dict):
-        same_keys = isinstance(frozen, dict) and list(frozen) == list(value)  # in one order, too
-        return same_keys and all(is_unchanged(v, value[k]) for k, v in frozen.items())
+        now = dict(items_of(value))
+        same_keys = isinstance(frozen, dict) and list(frozen) == list(now)  # in one order, too
+        return same_keys and all(map(is_unchanged, frozen.values(), now.values()))
     if isinstance(value, (list, tuple, deque)):
         same_kind = isinstance(frozen, (list, tuple, deque)) and isinstance(frozen, tuple) is isinstance(value, tuple)
         return same_kind and len(frozen) == len(value) and all(map(is_unchanged, frozen, value))
@@ -175,7 +176,7 @@ def copied(container: Any) -> Any:
     if isinstance(container, np.ndarray):
         return container.copy()
     kind = next(k for k in (dict, set, list, deque) if isinstance(container, k))
-    return kind(container)
+    return dict(items_of(container)) if kind is dict else kind(container)
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.named_state import NamedState
-from memplan.capture.attributes.named_table import NamedTable, slots_of
+from memplan.capture.attributes.named_table import NamedTable, items_of, slots_of
 
 Table = Mapping[str, Any]
 _T = TypeVar("_T")
@@ -108,7 +108,7 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         return
     seen.add(id(value))
     if isinstance(value, dict):
-        children = [(f"{path}[{k!r}]", v) for k, v in value.items() if type(v) not in OF_NO_PARTS]
+        children = [(f"{path}[{k!r}]", v) for k, v in items_of(value) if type(v) not in OF_NO_PARTS]
     elif isinstance(value, (list, tuple, deque)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in OF_NO_PARTS]
     elif isinstance(value, ContextVar):
@@ -142,7 +142,7 @@ def leaves_of(value: Any, depth: int) -> Iterator[Any]:
     if depth == 0 or not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         yield value
         return
-    for child in value.values() if isinstance(value, dict) else value:
+    for child in dict.values(value) if isinstance(value, dict) else value:
         yield from leaves_of(child, depth - 1)
 
 
@@ -178,5 +178,5 @@ def _in_short(value: Any) -> Any:
     if isinstance(value, (list, tuple, deque)):
         return tuple(v if is_plain(v) else id(v) for v in value)
     if isinstance(value, dict):
-        return tuple((k, v if is_plain(v) else id(v)) for k, v in value.items())
+        return tuple((k, v if is_plain(v) else id(v)) for k, v in items_of(value))
     return (id(value), value._version) if isinstance(value, torch.Tensor) else id(value)
