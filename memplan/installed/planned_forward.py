@@ -56,6 +56,7 @@ class PlannedForward:
         self._training = self.model.training
         self._own_attribute = "forward" in vars(self.model)
         self._is_set_aside = False  # the model's own forward is wanted
+        self.is_off = False  # for good, but what others have put around this forward still calls it
         self._lock = threading.RLock()  # held by the thread that calls it, for planning exchanges parts of the model
         functools.update_wrapper(self, self.original)
 
@@ -84,7 +85,7 @@ class PlannedForward:
         with contextlib.nullcontext() if private.someone_traces() else self._lock:
             if self._is_aside():
                 self.choice.known.let_go()
-                if self._is_set_aside:
+                if self._is_set_aside or self.is_off:
                     return self.original(*args, **kwargs)
                 with self.fetching(), self.passes.watching(self.plan, self.model, (args, kwargs)):
                     return self.original(*args, **kwargs)
@@ -139,7 +140,7 @@ class PlannedForward:
         """Whether this call runs the model's own forward."""
         on_host = self._planner.placement.brought  # where gradients go, so such parameters need a plan in eval mode too
         evaluates = self._training and not self.model.training and not on_host
-        if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
+        if self._is_set_aside or self.is_off or not torch.is_grad_enabled() or evaluates:
             return True
         around: dict[str, str | bool | None] = {
             "tracers": private.someone_traces() and "torch.func, forward-mode differentiation and tracers",
@@ -183,7 +184,10 @@ class PlannedForward:
     def install(self) -> None:
         if vars(self.model).get("forward") is not self:
             watch_optimizers(self.model)
-        self.model.forward = self
+        if self.is_off:
+            self.is_off = False
+        else:
+            self.model.forward = self
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.install()
 
@@ -197,7 +201,9 @@ class PlannedForward:
 
     def leave(self, model: nn.Module) -> None:
         """Give a model, or a shallow copy of it, the forward back that was there before."""
-        if self._own_attribute:
+        if vars(model).get("forward") is not self:
+            self.is_off = True
+        elif self._own_attribute:
             model.forward = self.original
         else:
             del model.forward
@@ -234,11 +240,12 @@ def planned_forward(model: nn.Module) -> PlannedForward | None:
     A shallow copy loses the one of the model that it is a copy of.
     """
     model = private.beneath_compiled(model)
-    forward = vars(model).get("forward")
+    forward: Any = vars(model).get("forward")
     if isinstance(forward, PlannedForward) and forward.model is not model:
         forward.leave(model)
         return None
-    return forward if isinstance(forward, PlannedForward) else None
+    forward = inspect.unwrap(forward, stop=lambda inner: isinstance(inner, PlannedForward))  # accelerate wraps it
+    return forward if isinstance(forward, PlannedForward) and not forward.is_off else None
 
 
 @contextlib.contextmanager

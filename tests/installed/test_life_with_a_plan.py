@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -141,6 +142,34 @@ def test_hooks_on_parameters_outputs_and_the_model_fire_as_ever() -> None:
         loss.backward()
         results.append((grads_of(net), loss.grad, seen))
     assert_same_bits(*results)
+
+
+def test_a_wrapper_around_a_planned_forward_leaves_the_plan_in_reach() -> None:
+    """`Accelerator.prepare` puts one there for mixed precision."""
+    plain, planned, sample = pair()
+
+    def wrap() -> None:
+        inner = planned.forward
+        planned.forward = functools.wraps(inner)(lambda *args, **kwargs: inner(*args, **kwargs))
+
+    def runs_planned() -> bool:
+        return type(planned(sample).grad_fn).__name__.startswith("_StepFunction")
+
+    wrap()
+    assert memplan.plan_of(planned) is not None
+    assert_same_bits(run_steps(plain, sample), run_steps(planned, sample))
+    memplan.remove(planned)
+    assert memplan.plan_of(planned) is None
+    assert not runs_planned()
+    for _ in range(2):
+        memplan.apply(planned, sample, "1GiB", costs="estimate")
+        assert runs_planned()
+        wrap()
+        assert memplan.plan_of(planned) is not None
+    planned.load_state_dict(plain.state_dict())
+    assert_same_bits(run_steps(plain, sample), run_steps(planned, sample))
+    memplan.remove(planned)
+    assert not runs_planned()
 
 
 def test_a_deep_copy_is_the_plain_model(caplog: pytest.LogCaptureFixture) -> None:
