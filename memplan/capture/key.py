@@ -72,7 +72,6 @@ class StepKey:
         self._shards, self._run = shards, run
         self._way = None if shards is None else shards.way
         self._switches = kernel_switches()
-        self._kinds = tuple((type(m), m.training) for m in model.modules())
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
@@ -81,20 +80,24 @@ class StepKey:
         self._tensor_reads: Mapping[tuple[str, str], Any] = {}
         self._written: tuple[str, ...] = ()
         self._beside: dict[str, str] = {}
+        self._taken: dict[int, str] = {}  # what the step writes to, by the key of its memory
         self._model = model
         self._bind()
+        self._looks = self._look()
         self._snapshots = [Snapshot(self.tables, model, reads, () if shards is None else shards.attributes)]
 
     def _bind(self) -> None:
         """Look up the live tables of the model, which are compared with the snapshots."""
         model, ignored = self._model, () if self._shards is None else self._shards.attributes
         modules = self._modules = tuple(model.named_modules())
-        self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
+        self._vars = [vars(module) for _, module in modules]
         self.tables = attribute_tables(model, ignored, self._run)
         self._attributes = dict(self.tables)
         self._homes = tuple((name, home, len(home)) for name, m in modules for home in (m._parameters, m._buffers))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
+        self._gets = [(home.get, leaf) for (_, home, leaf, _, _), _ in self._state]
         self._seen_ids: list[int] = []
+        self._seen_keys: list[int] | None = None  # of the memory of parameters and buffers that lie as planned
         self._alike: Callable[..., bool] | None = None
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
         self._tables_of_hooks = [table for (_, table), _ in self._hooks]
@@ -218,13 +221,14 @@ class StepKey:
         return next((problem for problem in found if problem is not None), None)
 
     def _model_changed(self) -> str | None:
-        for (name, module), (kind, training), children in zip(self._modules, self._kinds, self._children, strict=True):
-            if type(module) is not kind:
-                return f"module {name or '(the model itself)'} is of another class, {type(module).__name__}"
-            if module.training is not training:
-                mode = "train" if module.training else "eval"
-                return f"module {name or '(the model itself)'} is in {mode} mode"
-            if children != tuple(module._modules.values()):  # modules are equal only to themselves
+        looks = self._look()
+        changed = zip(self._modules, zip(*looks), zip(*self._looks)) if looks != self._looks else ()
+        for (name, _), (kind, mode, children), then in changed:
+            if kind is not then[0]:
+                return f"module {name or '(the model itself)'} is of another class, {kind.__name__}"
+            if mode is not then[1]:
+                return f"module {name or '(the model itself)'} is in {'train' if mode else 'eval'} mode"
+            if children != then[2]:
                 return f"submodules of {name or 'the model'} were exchanged"
         problem = self._attribute_changed()
         if problem is not None:
@@ -234,9 +238,14 @@ class StepKey:
                 return f"parameters or buffers were added to {name or 'the model'}, or removed"
         return self._state_changed()
 
+    def _look(self) -> tuple[list[Any], ...]:
+        """Classes, modes and children of all modules. Modules are equal only to themselves."""
+        children = [tuple(table.get("_modules", {}).values()) for table in self._vars]
+        return [type(module) for _, module in self._modules], [v.get("training") for v in self._vars], children
+
     def _state_changed(self) -> str | None:
         """What differs about parameters and buffers. The third call with the same ones is checked by PyTorch's code."""
-        tensors = [home.get(leaf) for (_, home, leaf, _, _), _ in self._state]
+        tensors = [get(leaf) for get, leaf in self._gets]
         there, ids = [t for t in tensors if t is not None], list(map(id, tensors))
         same, self._seen_ids = ids == self._seen_ids, ids
         if same and self._alike is not None and self._alike(*there):
@@ -274,11 +283,19 @@ class StepKey:
         arguments = () if call is None else zip(map("argument {}".format, call.names), call.tensors, strict=True)
         state = ((name, home.get(leaf)) for (name, home, leaf, _, _), _ in self._state)
         keys = {name: _memory(tensor) for name, tensor in (*arguments, *state) if tensor is not None}
-        written = {keys[name]: name for name in self._written if name in keys}
+        written = self._taken = {keys[name]: name for name in self._written if name in keys}
         return {name: written[key] for name, key in keys.items() if key in written}
 
     def _sharing_changed(self, call: Call) -> str | None:
-        if not self._written or (now := self._beside_written(call)) == self._beside:
+        if not self._written:
+            return None
+        there, keys = [tensor for get, leaf in self._gets if (tensor := get(leaf)) is not None], None
+        if self._alike is not None and private.are_ordinary(there):
+            keys = [storage._cdata for storage in map(torch.Tensor.untyped_storage, there)]
+            if keys == self._seen_keys and self._taken.keys().isdisjoint(map(_memory, call.tensors)):
+                return None
+        if (now := self._beside_written(call)) == self._beside:
+            self._seen_keys = None if any(name.startswith("argument ") for name in now) else keys
             return None
         name = next(n for n in (*now, *self._beside) if now.get(n) != self._beside.get(n))
         return f"{name} shares memory with other tensors than planned for, and the step writes to some"

@@ -37,10 +37,10 @@ from memplan.torch_private.symbols import (
     number_here, text_of_node, varies,
 )  # fmt: skip
 from memplan.torch_private.tensors import (
-    FakeTensor, FakeTensorMode, OpOverload, alike, attributes_set_on, batch_norm_reserve_elements, changes_ops,
-    ctc_loss, depends_on_data, has_shape_of_data, has_symbolic_shape, is_allocated, is_held_elsewhere,
-    is_ordinary, is_same_generator, is_transformed, known_storage, nn_functions, plain, pytree, stepped_as_real,
-    suggest_memory_format, sum_of_weights,
+    FakeTensor, FakeTensorMode, OpOverload, alike, are_ordinary, attributes_set_on, batch_norm_reserve_elements,
+    changes_ops, ctc_loss, depends_on_data, has_shape_of_data, has_symbolic_shape, is_allocated,
+    is_held_elsewhere, is_ordinary, is_same_generator, is_transformed, known_storage, nn_functions, plain, pytree,
+    stepped_as_real, suggest_memory_format, sum_of_weights,
 )  # fmt: skip
 from memplan.torch_private.tracing import (
     DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,

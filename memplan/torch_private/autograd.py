@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from traceback import walk_tb
 from typing import Any
@@ -46,14 +47,23 @@ def without_accumulators(leaves: Sequence[torch.Tensor]) -> list[bool]:
     A leaf gets a new such node each time that somebody asks for it, unless somebody still holds the one before (as
     DistributedDataParallel does, and everybody whose hook is to be called).
     """
+    seen = _NodeMark()
     with torch.enable_grad():
         ends: Any = _Ends.apply(*leaves)  # type: ignore[no-untyped-call]
         for node, _ in ends.grad_fn.next_functions:
             if node is not None:
-                node.metadata[_SEEN] = True
+                node.metadata[_SEEN] = seen
         del ends, node
+        held = weakref.ref(seen)
+        del seen
+        if held() is None:  # all these nodes are gone
+            return [leaf.requires_grad for leaf in leaves]
         ends = _Ends.apply(*leaves)  # type: ignore[no-untyped-call]
     return [node is not None and node.metadata.pop(_SEEN, None) is None for node, _ in ends.grad_fn.next_functions]
+
+
+class _NodeMark:
+    """A mark in the metadata of autograd nodes, which is gone when they are."""
 
 
 def engine_reaches(node: Any) -> bool:

@@ -35,12 +35,18 @@ def is_allocated(tensor: torch.Tensor) -> bool:
 
 
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_ORDINARY_OR_NONE = {*_ORDINARY, type(None)}
 _ORDINARY_FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of no subclass but PyTorch's own for parameters and buffers."""
     return type(tensor) in _ORDINARY
+
+
+def are_ordinary(tensors: Sequence[torch.Tensor | None]) -> bool:
+    """Whether all of these are ordinary tensors, or None."""
+    return _ORDINARY_OR_NONE.issuperset(map(type, tensors))
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

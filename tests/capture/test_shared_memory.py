@@ -84,12 +84,12 @@ def shares_memory(net: Sums) -> None:
 def test_what_comes_to_be_one_is_noticed(change: Callable[[Sums], None] | None) -> None:
     def trained(net: Sums) -> Any:
         torch.manual_seed(1)
-        xs, shift = [torch.randn(12, 16) for _ in range(5)], torch.randn(12, 16)
-        before = run(net, [(x, shift) for x in xs[:2]])
+        xs, shift = [torch.randn(12, 16) for _ in range(7)], torch.randn(12, 16)
+        before = run(net, [(x, shift) for x in xs[:4]])  # so many that checks before calls are quick by then
         if change is not None:
             change(net)
         shift = net.total if change is None else shift
-        return before, run(net, [(x, shift) for x in xs[2:]])
+        return before, run(net, [(x, shift) for x in xs[4:]])
 
     torch.manual_seed(0)
     net, plain = Sums(), Sums()

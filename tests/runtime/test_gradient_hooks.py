@@ -115,6 +115,32 @@ def test_who_holds_an_accumulator_is_seen_and_who_held_it_is_not() -> None:
     assert private.without_accumulators([first, second, third]) == [True, False, True]
 
 
+def holds_gradients(net: Any, told: Told) -> Any:
+    for parameter in net[2].parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def takes_other_strides(net: Any, told: Told) -> Any:
+    net[1][0].weight.data = net[1][0].weight.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [*HOOKS, holds_gradients, takes_other_strides])
+def test_what_comes_after_some_steps_is_heeded(change: Callable[[Any, Told], Any]) -> None:
+    results = []
+    net = network()
+    for each in (net, memplan.apply(copy.deepcopy(net), torch.randn(16, 8), 1.0, costs="estimate")):
+        told: Told = []
+        torch.manual_seed(1)
+        for step in range(6):
+            each.zero_grad()
+            kept = change(each, told) if step == 4 else None
+            each(torch.randn(16, 8)).pow(2).mean().backward()
+            told.append(("step", [p.grad.clone() for p in each.parameters()]))
+            del kept
+        results.append(told)
+    assert_same_bits(*results)
+
+
 def test_gradients_of_other_layouts_are_laid_out_as_autograd_does() -> None:
     """Where a parameter is not contiguous, `.grad` has its strides."""
     net = nn.Linear(6, 4, bias=False)

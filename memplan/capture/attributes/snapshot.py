@@ -70,15 +70,17 @@ class _Glance:
     def __init__(self, tables: list[tuple[str, Table]], entries: Sequence[_Entry]) -> None:
         self.tables = tables
         of_entries = [(entry, table) for (_, table), entry in zip(tables, entries, strict=True)]
-        self._places = [(table.get, key) for entry, table in of_entries for key in entry.simple]
-        self._values = [get(key, ABSENT) for get, key in self._places]
+        # Lists of few objects, because a step finds none of them in the processor's cache.
+        self._gets = [get for e, table in of_entries for get in itertools.repeat(table.get, len(e.simple))]
+        self._keys = [key for entry, _ in of_entries for key in entry.simple]
+        self._values = [get(key, ABSENT) for get, key in zip(self._gets, self._keys)]
         self._absent = [(entry.absent, table) for entry, table in of_entries if entry.absent]
         self._others = [(entry, table) for entry, table in of_entries if entry.containers or entry.absent is None]
 
     def sees_nothing_new(self) -> bool:
         """False where something may have changed: an equal value that is another object is new, too."""
         return (
-            all(map(operator.is_, [get(key, ABSENT) for get, key in self._places], self._values))
+            all(map(operator.is_, [get(k, ABSENT) for get, k in zip(self._gets, self._keys)], self._values))
             and all(itertools.starmap(frozenset.isdisjoint, self._absent))
             and all(entry.key_of_other_content(table) is None for entry, table in self._others)
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -74,9 +75,9 @@ class Watched:
         self._tensors = tensors if store is None else store.tensors(names)
         # Of sharded parameters, whose memory comes and goes, only the version counts.
         self._sharded = store is not None and store.gathers is not None and [*map(store.is_sharded, names)]
-        known = private.known_storage if store is None else store.known_storage
-        self._storages = [*map(known, self._tensors)]  # while they are held, no other storage has one of their keys
         self.then = self._look()
+        known = None if store is None else store.known_storages(self._tensors, self.then[1])
+        self._storages = known or [*map(private.known_storage, tensors)]  # while they are held, their keys are theirs
 
     @staticmethod
     def of(tensors: Sequence[tuple[str, torch.Tensor]], constants: Mapping[str, torch.Tensor]) -> Watched:
@@ -84,27 +85,26 @@ class Watched:
         tensors = [*tensors, *((f"constant {name}", tensor) for name, tensor in constants.items())]
         return Watched([name for name, _ in tensors], [tensor for _, tensor in tensors])
 
-    def _look(self) -> list[tuple[int, int, int]]:
-        """Version, storage and offset of each tensor."""
-        found = [(t._version, int(t.untyped_storage()._cdata), int(t.storage_offset())) for t in self._tensors]
-        if self._sharded:
-            return [(now[0], 0, 0) if gone else now for now, gone in zip(found, self._sharded, strict=True)]
-        return found
+    def _look(self) -> tuple[list[int], list[int], list[Any]]:
+        """Versions of the tensors, keys of their storages, and their offsets."""
+        storages = [storage._cdata for storage in map(torch.Tensor.untyped_storage, self._tensors)]
+        return [t._version for t in self._tensors], storages, [*map(torch.Tensor.storage_offset, self._tensors)]
 
     def exchanged(self) -> str | None:
         """The name of a tensor in whose place there is another."""
         if self._store is None:
             return None
-        now = zip(self._names, self._store.tensors(self._names), self._tensors, strict=True)
-        return next((name for name, tensor, then in now if tensor is not then), None)
+        now = self._store.tensors(self._names)
+        return next((n for n, tensor, then in zip(self._names, now, self._tensors) if tensor is not then), None)
 
     def modified(self) -> tuple[str, int, int] | None:
         """(name, version, version when forward ended) of a tensor that was written to, or lies elsewhere."""
         now = self._look()
         if now == self.then:
             return None
-        columns = zip(self._names, now, self.then, strict=True)
-        return next((name, looks[0], then[0]) for name, looks, then in columns if looks != then)
+        looks = zip(self._names, zip(*now), zip(*self.then), self._sharded or repeat(False))
+        changed = ((n, now, then) for n, now, then, gone in looks if now[0] != then[0] or (now != then and not gone))
+        return next(((name, now[0], then[0]) for name, now, then in changed), None)
 
     def check(self, written: Collection[str] = ()) -> None:
         """Raise RuntimeError where one was written to, as autograd does. written: what forward itself writes to."""
@@ -163,7 +163,7 @@ class InFlight:
     def saved_bytes(self) -> int:
         """Bytes that it holds for backward, beside its inputs and outputs. 0 once backward has begun."""
         held = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(self.saved)}
-        beside = {key for _, key, _ in self.watched.then}
+        beside = {*self.watched.then[1]}
         return sum(size_bytes for key, size_bytes in held.items() if key not in beside)
 
 

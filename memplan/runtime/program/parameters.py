@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.ops.layout import storage_key
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.collectives import Gathers
+
+_MOST_STORAGES = 32  # lists of them
 
 
 class ParameterStore:
@@ -47,7 +48,8 @@ class ParameterStore:
         self.first_runs: dict[str, Any] = {}  # in this step, by island: how it gives that again
         self.wrote: list[str] = []  # in this forward, islands that wrote to what they did not write to before
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
-        self._storages: dict[int, Any] = {}  # weak references by key
+        self._landed: dict[tuple[str, ...], Callable[..., bool]] = {}  # by names: whether gradients are as they were
+        self._storages: dict[tuple[int, ...], Sequence[Any]] = {}  # weak references by keys
         for name in names:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
@@ -66,16 +68,15 @@ class ParameterStore:
     def tensors(self, names: Iterable[str]) -> list[torch.Tensor]:
         """The parameters and buffers of these names, each as `self[name]` is."""
         found: list[Any] = [home.get(leaf) for home, leaf in map(self._homes.__getitem__, names)]
-        return [tensor if type(tensor) is nn.Parameter else private.part_here(tensor) for tensor in found]
+        return found if private.are_ordinary(found) else [private.part_here(tensor) for tensor in found]
 
-    def known_storage(self, tensor: torch.Tensor) -> Any:
-        """A weak reference to the storage of a parameter, most often that of an earlier step."""
-        key = storage_key(tensor)
-        if key not in self._storages:
-            if len(self._storages) > len(self._homes):  # parameters got other memory
+    def known_storages(self, tensors: Sequence[torch.Tensor], keys: Sequence[int]) -> Sequence[Any]:
+        """Weak references to the storages of parameters, most often those of an earlier step. keys: of the storages."""
+        if (found := self._storages.get(tuple(keys))) is None:
+            if len(self._storages) > _MOST_STORAGES:  # parameters got other memory
                 self._storages.clear()
-            self._storages[key] = private.known_storage(tensor)
-        return self._storages[key]
+            found = self._storages[tuple(keys)] = [*map(private.known_storage, tensors)]
+        return found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -119,15 +120,17 @@ class ParameterStore:
         found = [(name, home.get(leaf)) for name, (home, leaf) in self._homes.items()]
         empty = {n: p for n, p in found if type(p) is nn.Parameter and p.requires_grad and p.grad is None}
         if empty:
-            alone = private.without_accumulators([*empty.values()])
-            self._direct = {n: p for (n, p), is_alone in zip(empty.items(), alone, strict=True) if is_alone}
+            alone = zip(empty.items(), private.without_accumulators([*empty.values()]), strict=True)
+            self._direct = {n: p for (n, p), a in alone if a and getattr(p, "grad_dtype", p.dtype) is p.dtype}
 
-    def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+    def surface(self, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
         """Put gradients into `.grad`, in this order, so that every kind of hook runs.
 
         That is through autograd's engine, but for those for which it would do nothing else.
         """
-        pairs = []
+        if self._land_together(names, gradients):
+            return
+        pairs, landed = [], list[Any]()
         for name, gradient in zip(names, gradients, strict=True):
             if self.gets_none(name):
                 continue
@@ -138,9 +141,12 @@ class ParameterStore:
                 parameter.grad = gradient.detach()
                 for hook in hooks:
                     hook(parameter)
+                landed.append(parameter)
             elif (parameter := self.parameter(name)).requires_grad:
                 self.transfers.arrived(gradient)
                 pairs.append((parameter, private.with_spec(gradient, self._specs.get(name))))
+        if len(landed) == len(names) and names not in self._landed:
+            self._landed[names] = private.alike([*landed, *gradients])
         if not pairs:
             return
         # Autograd skips what was frozen since forward, too, and runs last what it saw first.
@@ -150,6 +156,19 @@ class ParameterStore:
             with torch.enable_grad():
                 leaves = tuple(map(_leaf, parameters, gradients))
             private.run_backward(leaves, gradients)
+
+    def _land_together(self, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> bool:
+        """Put gradients into `.grad` if all are as in an earlier backward where that was all, and have no hooks."""
+        parameters: list[Any] = [self._direct.get(name) for name in names]
+        if self.routes or names not in self._landed or not self._landed[names](*parameters, *gradients):
+            return False
+        for parameter in parameters:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks or parameter.grad is not None:
+                return False
+        for parameter, gradient in zip(parameters, gradients):
+            self.transfers.arrived(gradient)
+            parameter.grad = gradient.detach()
+        return True
 
 
 def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
@@ -162,7 +181,7 @@ def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
         and gradient.layout is torch.strided
         and gradient.shape == parameter.shape
         and gradient.stride() == parameter.stride()
-        and gradient.dtype is getattr(parameter, "grad_dtype", parameter.dtype)  # or None
+        and gradient.dtype is parameter.dtype
         and gradient.device == parameter.device
         and parameter.is_contiguous()
     )

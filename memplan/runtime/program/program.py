@@ -102,7 +102,9 @@ class Side:
 
 def get_state(store: Any, names: tuple[str, ...]) -> list[torch.Tensor]:
     """The parameters and buffers of these names, looked up when the program begins."""
-    return [tensor if private.is_ordinary(tensor) else private.plain(tensor) for tensor in store.tensors(names)]
+    tensors: list[torch.Tensor] = store.tensors(names)
+    whole = private.are_ordinary(tensors)
+    return tensors if whole else [t if private.is_ordinary(t) else private.plain(t) for t in tensors]
 
 
 class ProgramNodes:
