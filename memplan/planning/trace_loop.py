@@ -25,7 +25,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehin
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.snapshot import is_unchanged
-from memplan.capture.attributes.tables import is_plain
+from memplan.capture.attributes.tables import attribute_tables, is_plain
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.ways import Calls, LetRequireGrad, MakeIslands, StateChanges, TakeBranches, way_of
@@ -143,6 +143,7 @@ class TraceLoop:
             self._first = first
         with contextlib.nullcontext() if self._first is None else AttributesKept(self._model, run=self._run):
             if self._first is not None:
+                there = {id(table): table for _, table in attribute_tables(self._model, run=self._run)}
                 self._first.caches.put()
             if self._branches and self._seen is None:
                 self._seen = self._look_or_raise().answers
@@ -160,7 +161,11 @@ class TraceLoop:
                 raise self._cached  # a first run leaves more, and no later one does
             if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
                 raise self._cached
-            left = LeftBehind([*caches.values, *captured.left.values], [*caches.contents, *captured.left.contents])
+            counters = ((captured.key.attributes(owner), key, added) for owner, key, added in captured.counters)
+            # The first run has counted in objects that it made.
+            uncounted = [(t, key, t[key] - added) for t, key, added in counters if id(t) not in there]
+            values = [*caches.values, *uncounted, *captured.left.values]
+            left = LeftBehind(values, [*caches.contents, *captured.left.contents])
             return dataclasses.replace(captured, left=left)
 
     def _look_or_raise(self) -> OneForward:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -210,3 +211,71 @@ def test_a_number_that_another_sets_and_one_that_is_gone() -> None:
     del net.calls
     with pytest.raises(Exception, match="calls"):
         net(x)
+
+
+class Meter:
+    """Counts calls. There is one, made when it is first asked for."""
+
+    made: Meter | None = None
+
+    def __init__(self) -> None:
+        self.calls, self.rows = 0, 100
+
+    @classmethod
+    def get(cls) -> Meter:
+        if cls.made is None:
+            cls.made = cls()
+        return cls.made
+
+
+THREAD = threading.local()
+
+
+class Counts(nn.Module):
+    def __init__(self, count: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.count = nn.Linear(16, 16), count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).tanh().mean() * self.count(self, x)
+
+
+def in_one_object(net: Any, x: torch.Tensor) -> int:
+    Meter.get().calls += 1
+    Meter.get().rows += x.shape[0]
+    return 1
+
+
+def in_an_own_object(net: Any, x: torch.Tensor) -> int:
+    if not hasattr(net, "meter"):
+        net.meter = Meter()
+    net.meter.calls += 1
+    return 1
+
+
+def in_this_thread(net: Any, x: torch.Tensor) -> int:
+    THREAD.calls += 1
+    return 1
+
+
+@pytest.mark.parametrize("count", [in_one_object, in_an_own_object, in_this_thread])
+def test_what_a_first_run_makes_has_counted_once_after_the_first_call(
+    count: Callable[[Any, torch.Tensor], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for planned in (False, True):
+        monkeypatch.setattr(Meter, "made", None)
+        THREAD.calls = 0
+        net, x = Counts(count), torch.randn(64, 16)
+        if planned:
+            memplan.apply(net, x, "1GiB", costs="estimate")
+            assert Meter.made is None and not hasattr(net, "meter") and THREAD.calls == 0
+        seen = []
+        for _ in range(3):
+            loss = net(x)
+            loss.backward()
+            assert type(loss.grad_fn).__name__.startswith("_StepFunction") is planned
+            there = (m for m in (Meter.made, getattr(net, "meter", None)) if m is not None)
+            seen.append([*(dict(vars(m)) for m in there), THREAD.calls])
+        results.append(seen)
+    assert results[0] == results[1]

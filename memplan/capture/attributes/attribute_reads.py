@@ -156,7 +156,8 @@ class AttributeReads:
 
     def pass_over(self, table: Mapping[str, Any], name: str) -> None:
         """Forget that this attribute was asked for, because what it held before does not matter."""
-        self._tables[id(table)].asked.discard(name)
+        if (names := self._tables.get(id(table))) is not None:
+            names.asked.discard(name)
 
 
 def _tells(owner: Any) -> bool:
