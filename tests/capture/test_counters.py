@@ -279,3 +279,26 @@ def test_what_a_first_run_makes_has_counted_once_after_the_first_call(
             seen.append([*(dict(vars(m)) for m in there), THREAD.calls])
         results.append(seen)
     assert results[0] == results[1]
+
+
+class Scale:
+    asked = 0
+
+    @property
+    def now(self) -> float:
+        type(self).asked += 1
+        return 0.5
+
+
+def test_runs_of_planning_do_not_count_in_the_class_of_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(net: Any, x: torch.Tensor) -> float:
+        return scale.now
+
+    monkeypatch.setattr(Scale, "asked", 0)
+    scale, x = Scale(), torch.randn(64, 16)
+    net = Counts(count)
+    memplan.apply(net, x, "1GiB", costs="estimate")
+    assert Scale.asked == 0
+    net(x).backward()
+    net(x).backward()
+    assert Scale.asked == 2

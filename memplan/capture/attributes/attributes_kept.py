@@ -32,9 +32,10 @@ from memplan.capture.attributes.tables import (
     DEEPEST,
     OF_NO_PARTS,
     Table,
-    attribute_tables,
+    attribute_owners,
     is_plain,
     leaves_of,
+    tables_of_owners,
 )
 from memplan.capture.ops.ways import Refusal, StateChanges
 from memplan.errors import or_raise
@@ -168,11 +169,11 @@ class AttributesKept:
         self, model: nn.Module, ignored: Collection[str] = (), run: Any = None, given: Sequence[Any] = ()
     ) -> None:
         """Note what is there. ignored, run, given: as for `attribute_owners`."""
-        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run, given)]
+        owners = attribute_owners(model, ignored, run, given)
+        self._tables = [(name, table, dict(table)) for name, table in tables_of_owners(owners)]
         self._by_name: dict[str, Any] = {name: table for name, table, _ in self._tables}
         self._of_tensors = [(vars(p), dict(vars(p))) for p in model.parameters()]
-        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind.__module__ != "builtins"}
-        self._classes = [(kind, dict(vars(kind))) for kind in kinds if not kind.__module__.startswith("torch.")]
+        self._classes = [(kind, dict(vars(kind))) for _, kind in owners if isinstance(kind, type)]
         self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
 
         def tables_of(*kinds: str) -> list[tuple[str, str, dict[Any, Any], dict[Any, Any]]]:

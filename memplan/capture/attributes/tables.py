@@ -57,7 +57,10 @@ def attribute_tables(
     model: nn.Module, ignored: Collection[str] = (), run: Any = None, given: Sequence[Any] = ()
 ) -> list[tuple[str, Table]]:
     """(name, attributes) of all `attribute_owners`."""
-    owners = attribute_owners(model, ignored, run, given)
+    return tables_of_owners(attribute_owners(model, ignored, run, given))
+
+
+def tables_of_owners(owners: Sequence[tuple[str, Any]]) -> list[tuple[str, Table]]:
     return [(name, owner if isinstance(owner, NamedTable) else vars(owner)) for name, owner in owners]
 
 
