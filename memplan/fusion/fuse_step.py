@@ -5,6 +5,11 @@ the budget, and so are the bits: what a group reads is chosen once, by a minimum
 value that would exist only to be saved weighs twice, for it is written too; one that backward reads anyway weighs an
 eighth; what is there before the step weighs nothing. What has been overwritten by the time that a group runs can't be
 read at all.
+
+Each distinct group is compiled once for all layers, steps and processes, and tried. Compilers crash and hang, and take
+a second a group. So groups that no process has compiled before are compiled by others (`workers`), in parallel, which
+leave the code in Inductor's cache on disk. A record beside it says what the compiled group writes over what. This
+process then loads the code.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Sequence, Set
+from typing import Any
 
 import networkx as nx
 import torch
@@ -22,10 +28,11 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, Made, Traced
 from memplan.capture.ops.layout import device_bytes_of, tensor_text
-from memplan.fusion.compile_groups import FusedKernel, GroupCompiler
-from memplan.fusion.group_program import GroupProgram
+from memplan.fusion.group_program import GroupProgram, read_record, write_record
 from memplan.fusion.groups import FusedGroup, Grouper, Unit, donate, phase_of_unit, set_ends, without_dead
 from memplan.fusion.step_graph import StepGraph, base_of, bases_read, is_fusible, node_bytes, node_kind, place_of_node
+from memplan.fusion.workers import compile_elsewhere
+from memplan.logs import log
 from memplan.problem.data import FUSED, Effect, Graph, Op, Value
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -33,6 +40,66 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _CHEAP = frozenset({prims.convert_element_type.default, aten.clone.default})  # beside what is tagged as pointwise
 _NEVER = frozenset({aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.cat.default})
 _SMALL = 8  # values of less than this part of the group's largest are saved
+
+
+class FusedKernel:
+    """A compiled group, as a function of tensors. One of a dry run has no code."""
+
+    __name__ = "fused"
+
+    def __init__(self, key: str, call: private.CompiledCall | None) -> None:
+        self.key, self._call = key, call
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        assert self._call is not None, "a group of a dry run"
+        return self._call([*tensors])
+
+
+class GroupCompiler:
+    """Compiled groups by key. Keys tell all that the code depends on, so that all steps of a process may share them."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[str, tuple[FusedKernel, dict[int, int]]] = {}
+        self._failed: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._kernels)
+
+    def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None] | frozenset[int]:
+        """The kernel of each unit that is a group. Sets their `over` to what is really written over what.
+
+        Where groups can't be compiled, or do not give what they should: the ops of the trace that these are made of.
+
+        dry: nothing is compiled, and groups are taken to write over all that they may.
+        """
+        programs = {unit: GroupProgram.of(unit) for unit in units if isinstance(unit, FusedGroup)}
+        keys = {group: program.key for group, program in programs.items()}
+        if dry:
+            return [FusedKernel(keys[unit], None) if isinstance(unit, FusedGroup) else None for unit in units]
+        known = self._kernels.keys() | self._failed.keys()
+        missing = {keys[group]: program for group, program in programs.items() if keys[group] not in known}
+        self._failed |= compile_elsewhere({key: p for key, p in missing.items() if read_record(key) is None})
+        for key, program in missing.items():
+            if key not in self._failed:
+                try:
+                    # Quick where a record and the code are on disk.
+                    call, over = program.writing(read_record(key)).compiled()
+                    write_record(key, over)
+                    self._kernels[key] = FusedKernel(key, call), over
+                except Exception as error:
+                    self._failed[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        failed = [group for group, key in keys.items() if key in self._failed]
+        if failed:
+            log.warning(
+                "%d groups of ops can't be compiled and run as they are: %s",
+                len(failed), self._failed[keys[failed[0]]],
+            )  # fmt: skip
+            return frozenset(place_of_node(node).op for group in failed for node in group.nodes)
+        for group, key in keys.items():
+            group.over = self._kernels[key][1]
+        return [self._kernels[keys[unit]][0] if isinstance(unit, FusedGroup) else None for unit in units]
+
+
 _process_compiler = GroupCompiler()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memplan.fusion import compile_groups
+from memplan.fusion import fuse_step
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -14,5 +14,5 @@ def compiled_here(request: pytest.FixtureRequest) -> Iterator[None]:
     """No group is compiled elsewhere, but where that is what is tested."""
     with pytest.MonkeyPatch.context() as patch:
         if not request.module.__name__.endswith("test_compiler_faults"):
-            patch.setattr(compile_groups, "compile_elsewhere", lambda programs: {})
+            patch.setattr(fuse_step, "compile_elsewhere", lambda programs: {})
         yield

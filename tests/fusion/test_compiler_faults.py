@@ -20,7 +20,7 @@ from torch import nn
 
 import memplan
 from memplan.fusion import fuse_step, workers
-from memplan.fusion.compile_groups import GroupCompiler
+from memplan.fusion.fuse_step import GroupCompiler
 from tests.support.zoo import assert_same_bits, run_steps
 
 pytestmark = [

@@ -16,7 +16,7 @@ from torch import nn
 
 import memplan
 from memplan.fusion import fuse_step
-from memplan.fusion.compile_groups import GroupCompiler
+from memplan.fusion.fuse_step import GroupCompiler
 from tests.support.zoo import assert_same_bits, run_steps
 
 pytestmark = [
@@ -158,7 +158,7 @@ def test_where_groups_can_not_be_compiled_it_is_refused(monkeypatch: pytest.Monk
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("memplan.torch_private.compiled_graph", broken)
-    monkeypatch.setattr("memplan.fusion.compile_groups.compile_elsewhere", lambda programs: {})
+    monkeypatch.setattr("memplan.fusion.fuse_step.compile_elsewhere", lambda programs: {})
     monkeypatch.setattr(fuse_step, "_process_compiler", GroupCompiler())
     net, sample = net_and_sample()
     with pytest.raises(ValueError, match="needs groups that can't be compiled"):

@@ -17,8 +17,7 @@ from torch import nn
 import memplan
 from memplan import torch_private as private
 from memplan.capture.capture import capture
-from memplan.fusion.compile_groups import GroupCompiler
-from memplan.fusion.fuse_step import fuse_step
+from memplan.fusion.fuse_step import GroupCompiler, fuse_step
 from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.parameters import quickly
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, copied, run_steps, tensors_of

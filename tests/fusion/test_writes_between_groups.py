@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.fusion import fuse_step
-from memplan.fusion.compile_groups import GroupCompiler
+from memplan.fusion.fuse_step import GroupCompiler
 from tests.support.parameters import examples
 from tests.support.zoo import assert_same_bits, run_steps
 
