@@ -3,7 +3,7 @@
     encoder.layers = ModuleList of 12 layers; forward leaves some out by chance
     -> forward saves what each layer is given, and backward runs one layer after the other again
 
-`torch.utils.checkpoint` does so, where no plan can. It restores PyTorch's generators and autocast for the second run.
+`torch.utils.checkpoint` does so, where no plan can. It restores autocast for the second run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of
 from memplan.errors import PlanMismatch
-from memplan.runtime.program.rng import StateKept
+from memplan.runtime.program.rng import StateKept, held_rng, replay_all
 
 _IGNORED = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}  # attributes
 States = weakref.WeakKeyDictionary[nn.Module, tuple[StateKept, bool]]  # and whether the first call has changed it
@@ -88,6 +88,8 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
     if once or not torch.is_grad_enabled() or any(hasattr(a, "__dict__") and not callable(a) for a in objects):
         return forward(*args, **kwargs)
     static, given, before = arguments.static, arguments.given, list[Any]()
+    device = next((t.device for t in arguments.tensors), torch.device("cpu"))
+    drawn = held_rng(device)
     replay: Callable[..., Any] | None = None
     changes = False
 
@@ -106,7 +108,7 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
         call = functools.partial(forward, *own_args, **own_kwargs)
         with in_place_of_state(module, dict(zip(names, tensors[given:], strict=True))):
             if len(before) > 1:
-                return call() if replay is None else replay(call)
+                return replay_all(drawn, device, call if replay is None else functools.partial(replay, call))
             (state, usual), versions = states.get(module, (None, None)), [b._version for b in module.buffers()]
             if state is None or not state.begins():
                 now = AttributesKept(module, _IGNORED, run=forward)
@@ -118,4 +120,4 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
             changes = changed and usual is False
             return returned
 
-    return checkpoint(run, *arguments.tensors, use_reentrant=False)
+    return checkpoint(run, *arguments.tensors, use_reentrant=False, preserve_rng_state=False)
