@@ -199,7 +199,8 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
 
 def _grads(args: TrainingArguments) -> str:
     """The `grads` that the training arguments need: looking for unused parameters in autograd's graph takes "edges"."""
-    by_ddp = args.parallel_mode == ParallelMode.DISTRIBUTED and not args.fsdp
+    shards = args.fsdp and args.device.type != "cpu"  # where Accelerate takes DistributedDataParallel all the same
+    by_ddp = args.parallel_mode == ParallelMode.DISTRIBUTED and not shards
     return "edges" if by_ddp and args.ddp_find_unused_parameters is not False else "surface"
 
 

@@ -302,3 +302,62 @@ def test_runs_of_planning_do_not_count_in_the_class_of_an_object(monkeypatch: py
     net(x).backward()
     net(x).backward()
     assert Scale.asked == 2
+
+
+class Describes:
+    """What a class has under a name, and what that gives."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        self.asked += 1
+        return 0.5
+
+
+class Shared:
+    def __init__(self) -> None:
+        self.calls, self.log, self.inner = 0, list[int](), [Meter()]
+
+
+class OfClass(Counts):
+    shared, factor, by_name = Shared(), Describes(), {"one": Shared()}
+
+
+OF_CLASSES: dict[str, Callable[[Any, torch.Tensor], float]] = {
+    "by the model": lambda net, x: setattr(net.shared, "calls", net.shared.calls + 1) or 1.0,
+    "by the class": lambda net, x: setattr(OfClass.shared, "calls", OfClass.shared.calls + 1) or 1.0,
+    "by the type": lambda net, x: setattr(type(net).shared, "calls", type(net).shared.calls + 1) or 1.0,
+    "deep inside": lambda net, x: setattr(net.shared.inner[0], "rows", net.shared.inner[0].rows + len(x)) or 1.0,
+    "in a dict": lambda net, x: setattr(net.by_name["one"], "calls", net.by_name["one"].calls + 1) or 1.0,
+    "a descriptor": lambda net, x: net.factor,
+    "in a list": lambda net, x: net.shared.log.append(1) or 1.0,
+    "read": lambda net, x: net.shared.inner[0].rows / 100,
+}
+
+
+@pytest.mark.parametrize("name", OF_CLASSES)
+def test_objects_that_a_class_of_the_model_has(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found only behind the class: no module has them, and code names them as it names its own attributes."""
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        for key, value in {"shared": Shared(), "factor": Describes(), "by_name": {"one": Shared()}}.items():
+            monkeypatch.setattr(OfClass, key, value)
+        net, x, seen = OfClass(OF_CLASSES[name]), torch.randn(64, 16), list[Any]()
+
+        def state() -> Any:
+            own = [OfClass.shared, OfClass.shared.inner[0], vars(OfClass)["factor"], OfClass.by_name["one"]]
+            return [copy.deepcopy({k: v for k, v in vars(one).items() if k != "inner"}) for one in own]
+
+        if planned:
+            memplan.apply(net, x, "1GiB", costs="estimate")
+        seen.append(state())
+        for step in range(4):
+            if step == 2:
+                OfClass.shared.inner[0].rows += 50
+            loss = net(x)
+            loss.backward()
+            seen += [loss.item(), state()]
+        results.append(seen)
+    assert results[0] == results[1]

@@ -101,7 +101,7 @@ class NamedState:
             self._look_into(self._pending.pop())
             for kind in () if self._pending else tuple(self._classes):
                 for name in self._others & vars(kind).keys():
-                    if _is_own(kind) or not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
+                    if is_own(kind) or not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
                         self._reach(vars(kind)[name])
         self.tables = list(self._tables())
 
@@ -134,7 +134,7 @@ class NamedState:
                 if isinstance(function, FunctionType):
                     self._homes.setdefault(function.__code__, []).append(base)
             run = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else _METHODS
-            owned = _is_own(base)
+            owned = is_own(base)
             for name, value in vars(base).items():
                 special = (name in run or (owned and name.startswith("__"))) and not (
                     name == "__init__" and issubclass(base, nn.Module)
@@ -172,10 +172,10 @@ class NamedState:
                 self._pending.append(thing)
         elif isinstance(thing, type):
             self._add_class(thing)
-            if _is_own(thing) and thing not in self._of_model:
+            if is_own(thing) and thing not in self._of_model:
                 self._name_attributes(thing, vars(thing).keys())
         elif not isinstance(thing, (nn.Module, ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
-            if _is_own(type(thing)) or (callable(thing) and not is_library_code(type(thing))):
+            if is_own(type(thing)) or (callable(thing) and not is_library_code(type(thing))):
                 self._add_class(type(thing))
 
     def _look_into(self, function: FunctionType) -> None:
@@ -231,12 +231,12 @@ class NamedState:
 
     def _name_held(self, key: Any, title: str, values: dict[str, Any]) -> None:
         """Name what code has with it: default arguments, the object of a bound method, arguments of a partial."""
-        values = {n: v for n, v in values.items() if isinstance(v, _CONTAINERS) or callable(v) or _is_own(type(v))}
+        values = {n: v for n, v in values.items() if isinstance(v, _CONTAINERS) or callable(v) or is_own(type(v))}
         values = {n: v for n, v in values.items() if not isinstance(v, nn.Module)}
         self._held.append(key)  # which stays alive, or another could have its id
         for name, value in values.items():
             table = functools.partial(NamedTable.of_namespace, values)
-            owned = _is_own(type(value)) or isinstance(value, _CONTAINERS)
+            owned = is_own(type(value)) or isinstance(value, _CONTAINERS)
             self._name((id(key), title), title, table, owned, name, held=True)
             self._reach_code(value)
 
@@ -291,10 +291,10 @@ def backward_depends_on(node: Any) -> str | None:
     if is_library_code(function):
         return next(filter(None, map(state_behind, private.formulas_of_op(function))), None)
     for name, value in vars(node).items():
-        if not isinstance(value, (torch.Tensor, nn.Module, type)) and _is_own(type(value)):
+        if not isinstance(value, (torch.Tensor, nn.Module, type)) and is_own(type(value)):
             return f"the {type(value).__name__} that it has as ctx.{name}"
     for name, value in vars(node).items():
-        if isinstance(value, type) and _is_own(value):
+        if isinstance(value, type) and is_own(value):
             return f"the class {value.__qualname__} that it has as ctx.{name}"
     return state_behind(vars(function).get("backward"))
 
@@ -333,7 +333,7 @@ def _counts(value: Any, owned: bool) -> bool:
     if isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None))):
         return True
     kinds = (*_CONTAINERS, *_NAMESPACES, *GENERATORS)
-    return owned and not isinstance(value, _CODE) and (isinstance(value, kinds) or _is_own(type(value)))
+    return owned and not isinstance(value, _CODE) and (isinstance(value, kinds) or is_own(type(value)))
 
 
 def _function(value: Any) -> Any:
@@ -350,7 +350,7 @@ def is_library_code(thing: Any) -> bool:
     return not top or (top in _LIBRARIES and top != "__main__")
 
 
-def _is_own(kind: type) -> bool:
+def is_own(kind: type) -> bool:
     """Whether a class is the user's own: of no library and of no installed package."""
     return not is_library_code(kind) and not _is_installed(kind.__module__)
 

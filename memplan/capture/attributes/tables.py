@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.named_state import NamedState
+from memplan.capture.attributes.named_state import NamedState, is_own
 from memplan.capture.attributes.named_table import NamedTable, items_of, slots_of
 
 Table = Mapping[str, Any]
@@ -69,8 +69,9 @@ def attribute_owners(
 ) -> list[tuple[str, Any]]:
     """All objects whose attributes forward may read, with unique names.
 
-    These are submodules, plain objects behind them, and the classes of both; parameters and buffers of subclasses, and
-    objects that these carry; tables of what code names, and objects behind those.
+    These are submodules, plain objects behind them, the classes of both, and objects that a user's classes have;
+    parameters and buffers of subclasses, and objects that these carry; tables of what code names, and objects behind
+    those.
 
     - ignored: attributes of modules behind which nothing is looked for.
     - run: what the step calls, where it is not the model's forward alone.
@@ -101,8 +102,18 @@ def attribute_owners(
             for path, thing in _objects(value, f"{title}: {key}", seen, DEEPEST):
                 found.append((path, thing))
                 classes.update(dict.fromkeys(type(thing).__mro__))
-    own = (kind for kind in classes if not kind.__module__.startswith(_OF_PYTHON))
-    return [*found, *((f"class {kind.__module__}.{kind.__qualname__}", kind) for kind in own)]
+    pending = [*classes]
+    while pending:
+        if not (kind := pending.pop()).__module__.startswith(_OF_PYTHON):
+            title = f"class {kind.__module__}.{kind.__qualname__}"
+            found.append((title, kind))
+            for key, value in vars(kind).items() if is_own(kind) else ():
+                held = not key.startswith("__") and (isinstance(value, CONTAINERS) or is_own(type(value)))
+                for path, thing in _objects(value, f"{title}.{key}", seen, DEEPEST) if held else ():
+                    found.append((path, thing))
+                    pending += [base for base in type(thing).__mro__ if base not in classes]
+                    classes.update(dict.fromkeys(type(thing).__mro__))
+    return found
 
 
 def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

@@ -384,10 +384,14 @@ class IslandRuns(private.RealOps):
                 pairs = zip(outputs, arriving if len(arriving) == len(outputs) else facts.differentiable, strict=True)
                 grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in pairs]
                 kept = [ticket, *(sources[source] for source in facts.kept)]
-                _, island.backward_cost, _ = measured_twice(
-                    lambda: island.backward(grads, kept), [*grads, *kept], self._device
-                )
-                del kept
+                most_bytes, dense = 0, [None if g is None else g.contiguous() for g in grads]
+                for laid_out in [dense, grads][all(map(operator.is_, dense, grads)) :]:  # backward may copy either
+                    island.backward_facts = None
+                    run = functools.partial(island.backward, laid_out, kept)
+                    _, cost, _ = measured_twice(run, [*laid_out, *kept], self._device)
+                    most_bytes = max(most_bytes, cost.scratch_bytes)
+                island.backward_cost = cost._replace(scratch_bytes=most_bytes)
+                del kept, run
             del results, ticket, sources, outputs
             island.check_released()
             island.looked_at = True
