@@ -443,3 +443,39 @@ def test_a_table_is_not_asked_for_what_it_does_not_hold() -> None:
     for _ in range(3):
         model(torch.randn(4, 8)).sum().backward()
     assert memplan.plan_of(model) is not None
+
+
+class Deepest:
+    def scale(self) -> float:
+        return TABLE["factor"][0]  # type: ignore[no-any-return]
+
+
+class Outer:
+    inner: Any = None
+
+    def scale(self) -> float:
+        return self.inner.scale()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("home", ["attribute", "class", "container"])
+def test_code_of_objects_that_nobody_names_is_followed(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects that are put together elsewhere: no code of the model names their classes."""
+    outer = Outer()
+    outer.inner = Outer()
+    outer.inner.inner = Deepest()
+
+    class Net(nn.Module):
+        held: Any = outer if home == "class" else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            held = self.held["of"][0] if home == "container" else self.held
+            return x * self.weight * held.scale()  # type: ignore[no-any-return]
+
+    net, x = Net(), torch.randn(4)
+    net.weight = nn.Parameter(torch.ones(4))
+    if home != "class":
+        net.held = {"of": [outer]} if home == "container" else outer
+    memplan.apply(net, x, "1GiB", costs="estimate")
+    for factor in (1.0, 0.5):
+        monkeypatch.setitem(TABLE, "factor", [factor])
+        assert torch.equal(net(x), x * factor)

@@ -37,6 +37,7 @@ _OF_MODULES = frozenset(  # these look for parameters, buffers and submodules th
     getattr(nn.Module, name).__code__
     for name in ("__getattr__", "__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
 )
+_MEMBERS = {"_parameters", "_buffers", "_modules"}  # which these read
 
 _lock = threading.RLock()
 _listening: dict[type, tuple[Any, int]] = {}  # classes: a `__setattr__` of their own, how many want to know of objects
@@ -135,7 +136,7 @@ class AttributeReads:
         names = self._tables.get(id(table))
         if names is None or any(n.startswith("__") and n.endswith("__") and n != "__class__" for n in names.asked):
             return None  # a read of `__dict__`, say, leaves open which attributes are read next
-        return frozenset(names.asked)
+        return frozenset(names.asked | (_MEMBERS if names.asked and "_modules" in table else set()))
 
     def set_first(self, table: Mapping[str, Any]) -> frozenset[str]:
         """Names that were set of the object with these attributes, and not read before."""

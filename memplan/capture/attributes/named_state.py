@@ -38,7 +38,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.code_facts import NameChain, facts_of_code
-from memplan.capture.attributes.named_table import NamedTable, content_of
+from memplan.capture.attributes.named_table import NamedTable, content_of, slots_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _PACKAGES = frozenset({"site-packages", "dist-packages"})  # also the user's own, and those below a virtual environment
@@ -88,22 +88,39 @@ class NamedState:
         self._homes: dict[CodeType, list[type]] = {}  # classes that have a method of this code
         self._below: dict[type, list[type]] = {}  # of the classes, those that derive from one, itself included
         self._others: set[str] = set()
+        self._modules = {id(module) for module in model.modules()}
+        self._behind = set[int]()  # objects whose attributes were followed
+        self._objects: list[Any] = [model]
         self.sets, self.catches = set[str](), False
         for module in model.modules():
             self._add_class(type(module))
         self._of_model = set(self._classes)  # whose attributes are looked at anyway
-        for module in model.modules():
-            tables = [t for k, t in vars(module).items() if k.endswith("_hooks") and isinstance(t, dict)]
-            for value in (*vars(module).values(), *(hook for table in tables for hook in table.values())):
-                self._reach_code(inspect.getattr_static(value, "__wrapped__", value))  # the model's own, if planned
         self._reach(run)
-        while self._pending:
-            self._look_into(self._pending.pop())
-            for kind in () if self._pending else tuple(self._classes):
+        while self._pending or self._objects:
+            while self._objects:
+                self._look_behind(self._objects.pop())
+            if self._pending:
+                self._look_into(self._pending.pop())
+            for kind in () if self._pending or self._objects else tuple(self._classes):
                 for name in self._others & vars(kind).keys():
                     if is_own(kind) or not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
                         self._reach(vars(kind)[name])
         self.tables = list(self._tables())
+
+    def _look_behind(self, thing: Any) -> None:
+        """Follow the class of an object, what the object has, and of a module its hooks and the modules in it."""
+        for one in thing.modules() if isinstance(thing, nn.Module) else (thing,):
+            if id(one) not in self._behind:
+                self._behind.add(id(one))
+                self._held.append(one)  # which stays alive, or another could have its id
+                self._add_class(type(one))
+                attributes = getattr(one, "__dict__", {})
+                tables = [t for k, t in attributes.items() if k.endswith("_hooks") and isinstance(t, dict)]
+                hooks = [hook for table in tables for hook in table.values()] if isinstance(one, nn.Module) else []
+                slots = [getattr(one, name) for name in slots_of(one) if hasattr(one, name)]
+                follows = isinstance(one, nn.Module) or is_own(type(one))
+                for value in (*attributes.values(), *slots, *hooks) if follows else ():
+                    self._reach_code(inspect.getattr_static(value, "__wrapped__", value))  # the model's, if planned
 
     def _tables(self) -> Iterator[tuple[str, NamedTable]]:
         titles = set[str]()
@@ -141,6 +158,8 @@ class NamedState:
                 )
                 if special and isinstance(_function(value), FunctionType):
                     self._reach(value)
+                elif owned and not name.startswith("__") and (isinstance(value, _CONTAINERS) or is_own(type(value))):
+                    self._reach_code(value)
             if issubclass(base, torch.autograd.Function):
                 self._name_attributes(base, set(vars(base)))
 
@@ -152,7 +171,7 @@ class NamedState:
                 self._name_held(thing, "what a partial has", given)
                 thing = thing.func
             elif isinstance(thing, MethodType):
-                if not isinstance(thing.__self__, (nn.Module, type)):
+                if not isinstance(thing.__self__, type) and id(thing.__self__) not in self._modules:
                     self._name_held(thing.__self__, f"owner of {thing.__qualname__}", {"self": thing.__self__})
                 thing = thing.__func__
             elif isinstance(thing, (staticmethod, classmethod)):
@@ -174,9 +193,10 @@ class NamedState:
             self._add_class(thing)
             if is_own(thing) and thing not in self._of_model:
                 self._name_attributes(thing, vars(thing).keys())
-        elif not isinstance(thing, (nn.Module, ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
-            if is_own(type(thing)) or (callable(thing) and not is_library_code(type(thing))):
-                self._add_class(type(thing))
+        elif not isinstance(thing, (ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
+            called = callable(thing) and not is_library_code(type(thing))
+            if id(thing) not in self._behind and (isinstance(thing, nn.Module) or is_own(type(thing)) or called):
+                self._objects.append(thing)
 
     def _look_into(self, function: FunctionType) -> None:
         facts = facts_of_code(function.__code__)
@@ -232,11 +252,11 @@ class NamedState:
     def _name_held(self, key: Any, title: str, values: dict[str, Any]) -> None:
         """Name what code has with it: default arguments, the object of a bound method, arguments of a partial."""
         values = {n: v for n, v in values.items() if isinstance(v, _CONTAINERS) or callable(v) or is_own(type(v))}
-        values = {n: v for n, v in values.items() if not isinstance(v, nn.Module)}
+        values = {n: v for n, v in values.items() if id(v) not in self._modules}
         self._held.append(key)  # which stays alive, or another could have its id
         for name, value in values.items():
             table = functools.partial(NamedTable.of_namespace, values)
-            owned = is_own(type(value)) or isinstance(value, _CONTAINERS)
+            owned = is_own(type(value)) or isinstance(value, (*_CONTAINERS, nn.Module))
             self._name((id(key), title), title, table, owned, name, held=True)
             self._reach_code(value)
 
@@ -332,7 +352,7 @@ def _counts(value: Any, owned: bool) -> bool:
     """
     if isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None))):
         return True
-    kinds = (*_CONTAINERS, *_NAMESPACES, *GENERATORS)
+    kinds = (*_CONTAINERS, *_NAMESPACES, *GENERATORS, nn.Module)
     return owned and not isinstance(value, _CODE) and (isinstance(value, kinds) or is_own(type(value)))
 
 

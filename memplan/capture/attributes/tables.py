@@ -78,7 +78,7 @@ def attribute_owners(
     - given: arguments of the call, behind which objects are looked for as well.
     """
     found: list[tuple[str, Any]] = []
-    seen: set[int] = set()
+    seen = {id(module) for module in model.modules()}
     classes: dict[type, None] = {}
     for name, module in model.named_modules():
         found.append((name or type(model).__name__, module))
@@ -118,13 +118,20 @@ def attribute_owners(
 
 def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     """Objects with attributes of their own that are reached from an attribute, through containers too."""
-    if depth == 0 or isinstance(value, (*PLAIN, nn.Module, type, torch.Tensor, np.ndarray)) or id(value) in seen:
+    if depth == 0 or isinstance(value, (*PLAIN, type, torch.Tensor, np.ndarray)) or id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, dict):
         children = [(f"{path}[{k!r}]", v) for k, v in items_of(value) if type(v) not in OF_NO_PARTS]
     elif isinstance(value, (list, tuple, deque)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in OF_NO_PARTS]
+    elif isinstance(value, nn.Module):  # one that a list hides from the model
+        children = []
+        for name, inner in value.named_modules(prefix=path):
+            if inner is value or id(inner) not in seen:
+                seen.add(id(inner))
+                yield name, inner
+                children += [(f"{name}.{k}", v) for k, v in vars(inner).items() if k not in CHECKED_ELSEWHERE]
     elif isinstance(value, ContextVar):
         table = NamedTable.of_context(value)
         yield path, table
