@@ -24,7 +24,7 @@ from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
 from memplan.logs import log
 from memplan.planned_models import refuse_no_module
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment, prepare_allocator
+from memplan.planning.limits import AUTOMATIC, automatic_bytes, budget_of_environment, prepare_allocator
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random

@@ -68,7 +68,7 @@ def _versions() -> Iterable[Found]:
 def _devices(names: Sequence[str]) -> Iterable[Found]:
     import torch
 
-    from memplan.planning.automatic import automatic_bytes
+    from memplan.planning.limits import automatic_bytes
 
     for device in names:
         room = f"{format_bytes(automatic_bytes(torch.device(device)))} is the budget where none is given"

@@ -137,7 +137,7 @@ def asked_card(given: argparse.Namespace) -> Card | None:
     if given.gpu_memory is given.flops is given.bandwidth is None:
         import torch
 
-        from memplan.planning.automatic import automatic_bytes
+        from memplan.planning.limits import automatic_bytes
 
         cards = cards_named(torch.cuda.get_device_name()) if torch.cuda.is_available() else []
         if len(cards) != 1:  # the table does not have the speed of what is here
@@ -197,7 +197,7 @@ def device_budget_bytes(budget: str | None, plan: PlanFigures) -> int:
     if budget is None or budget.strip().lower() == "auto":
         import torch
 
-        from memplan.planning.automatic import automatic_bytes
+        from memplan.planning.limits import automatic_bytes
 
         return automatic_bytes(torch.device("cpu"))
     return budget_bytes_of(budget, plan.baseline_peak_bytes, plan.problem.resident_bytes, plan.floor_bytes)

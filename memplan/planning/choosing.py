@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from memplan.errors import BudgetInfeasible
-from memplan.planning.residency import Residency
+from memplan.planning.homes import Residency
 from memplan.plans.plan import Plan
 from memplan.plans.plan_text import peak_in_short
 from memplan.plans.step_memory import step_memory

@@ -14,10 +14,17 @@ from memplan.capture.capture import Capture
 from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.choosing import fastest_reserved, infeasible, no_room, plan_of_front, plan_of_residency
-from memplan.planning.homes import Movable, all_names
+from memplan.planning.homes import (
+    Movable,
+    ProblemOf,
+    Residency,
+    all_names,
+    choose_homes,
+    least_peak_bytes,
+    least_resident_bytes,
+)
 from memplan.planning.kept_fronts import kept_front
 from memplan.planning.problems import Problems
-from memplan.planning.residency import ProblemOf, Residency, choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
 from memplan.problem.reserved import reserved_bytes

@@ -13,7 +13,7 @@ from memplan.capture.trace.call import Call, Sample
 from memplan.errors import BudgetInfeasible, Refused, Remedy, UnsupportedModel
 from memplan.logs import log, quiet, show
 from memplan.losses import chunked_loss, takes_chunked_loss
-from memplan.planning.automatic import memory_bytes
+from memplan.planning.limits import memory_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Link

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from memplan.plans.labels import in_groups, joined
-from memplan.plans.step_memory import Lifetime, StepMemory
+from memplan.plans.step_memory import Lifetime, StepMemory, in_groups, joined
 from memplan.problem.lanes import spans_of
 from memplan.problem.schedule import Compute, Offload
 from memplan.units import format_bytes, format_seconds

@@ -15,9 +15,17 @@ from typing import Any
 
 from memplan.plans.choices import layer_tables
 from memplan.plans.figures import PlanFigures
-from memplan.plans.labels import in_groups, joined, named, op_label
 from memplan.plans.plan_text import report_text, summary
-from memplan.plans.step_memory import KINDS, StepMemory, planned_memory, unplanned_memory
+from memplan.plans.step_memory import (
+    KINDS,
+    StepMemory,
+    in_groups,
+    joined,
+    named,
+    op_label,
+    planned_memory,
+    unplanned_memory,
+)
 from memplan.problem.lanes import spans_of
 from memplan.units import format_bytes, format_seconds
 

@@ -7,8 +7,7 @@ from typing import get_args
 
 from memplan.plans.choices import TensorDecision, choice_groups, choices_of, reason_of
 from memplan.plans.figures import PlanFigures
-from memplan.plans.labels import THE_MODEL, in_groups, joined, named, short_kind
-from memplan.plans.step_memory import KINDS, StepMemory, planned_memory
+from memplan.plans.step_memory import KINDS, THE_MODEL, StepMemory, in_groups, joined, named, planned_memory, short_kind
 from memplan.units import format_bytes, format_seconds
 
 _MOST_AT_PEAK, _MOST_CHOICES, _MOST_MODULES = 6, 8, 6

@@ -12,7 +12,7 @@ import torch
 import memplan
 from memplan import torch_private
 from memplan.command_line.cards import ACHIEVED, card_named
-from memplan.planning import automatic
+from memplan.planning import limits
 from tests.command_line.conftest import SMALL_GPT2, Run
 
 
@@ -91,7 +91,7 @@ def test_this_machines_gpu(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is planned for as a card of the table, with the memory that it has room for now."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA GeForce RTX 4090")
-    monkeypatch.setattr(automatic, "automatic_bytes", lambda device: 10**9)
+    monkeypatch.setattr(limits, "automatic_bytes", lambda device: 10**9)
     facts = run("plan", *SMALL_GPT2[:-2], "--json").facts
     assert abs(facts["budget_bytes"] - 10**9) <= 1
     assert facts["time_s"] == run("plan", *SMALL_GPT2, "--json").facts["time_s"]

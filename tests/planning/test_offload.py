@@ -23,7 +23,7 @@ from benchmarks.offload import step_of
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
 from memplan.installed.planned_forward import planned_forward
-from memplan.planning import residency
+from memplan.planning import homes
 from memplan.problem.data import Graph, Link, Problem, Value
 from memplan.problem.packing import pinned_bytes, place_host_copies
 from memplan.problem.schedule import (
@@ -764,8 +764,8 @@ def test_no_more_lives_on_the_host_than_pays(monkeypatch: pytest.MonkeyPatch) ->
     net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(12)))
     optimizer = torch.optim.AdamW(net.parameters())
     found = []
-    for rounds in (residency._ROUNDS, 0):
-        monkeypatch.setattr(residency, "_ROUNDS", rounds)
+    for rounds in (homes._ROUNDS, 0):
+        monkeypatch.setattr(homes, "_ROUNDS", rounds)
         options = {"costs": "estimate", "optimizer": optimizer, "host_budget": "1GiB", "link": PCIE}
         found.append(memplan.plan(net, torch.randn(8, 64), 0.7, **options))  # type: ignore[arg-type]
     finer, coarse = found

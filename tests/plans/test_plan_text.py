@@ -12,8 +12,7 @@ import torch
 import memplan
 from memplan.capture.ops import op_facts
 from memplan.plans.choices import choice_groups, choices_of
-from memplan.plans.labels import joined
-from memplan.plans.step_memory import KINDS, planned_memory, step_memory
+from memplan.plans.step_memory import KINDS, joined, planned_memory, step_memory
 from memplan.problem.schedule import Compute
 from tests.support.small import net_and_sample
 from tests.support.zoo import MODELS

@@ -30,7 +30,7 @@ from memplan.costs.bench import Bench
 from memplan.costs.optimizer import _example, host_update_s_per_byte, optimizer_memory
 from memplan.errors import or_raise
 from memplan.installed.planned_forward import planned_forward
-from memplan.planning.automatic import automatic_bytes, prepare_allocator
+from memplan.planning.limits import automatic_bytes, prepare_allocator
 from memplan.planning.planner import Planner
 from memplan.planning.settings import Settings
 from memplan.problem.caching_allocator import Segment

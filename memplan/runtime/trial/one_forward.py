@@ -25,8 +25,7 @@ from memplan.capture.trace.forwards import calls_exchanged
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.source_lines import lines_within, stack_depth
-from memplan.runtime.trial.nothing_kept import nothing_kept
-from memplan.runtime.trial.unplanned_peak import bits_of, generators_of
+from memplan.runtime.trial.unplanned_peak import bits_of, generators_of, nothing_kept
 from memplan.torch_private import pytree
 
 

@@ -25,8 +25,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.tables import held_in
 from memplan.capture.ops.layout import same_bits, strided_parts
 from memplan.capture.trace.call import CallReader, OutputTemplate, Sample, differentiated_outputs, leaf_names
-from memplan.runtime.trial.nothing_kept import OtherLeaves
-from memplan.runtime.trial.unplanned_peak import bits_of
+from memplan.runtime.trial.unplanned_peak import OtherLeaves, bits_of
 from memplan.torch_private import pytree
 
 ResultKey = tuple[str, str]  # ("gradient", "layers.0.weight")
