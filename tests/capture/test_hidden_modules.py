@@ -78,8 +78,8 @@ def among_globals(student: Any, teacher: nn.Module) -> Callable[[], nn.Module]:
 
 
 def in_a_class(student: Any, teacher: nn.Module) -> Callable[[], nn.Module]:
-    Student.shared = [teacher]  # type: ignore[assignment]
-    return lambda: student.shared[0]
+    Student.shared = teacher  # type: ignore[assignment]
+    return lambda: student.shared
 
 
 def by_a_weak_reference(student: Any, teacher: nn.Module) -> Callable[[], nn.Module]:
@@ -167,6 +167,6 @@ def trained(place: Callable[[Any, nn.Module], Callable[[], nn.Module]] | None, p
 def test_what_happens_to_a_hidden_module_is_heeded(
     place: Callable[[Any, nn.Module], Callable[[], nn.Module]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Student, "shared", [], raising=False)
+    monkeypatch.setattr(Student, "shared", None, raising=False)
     for plain, planned in zip(trained(place, False), trained(place, True), strict=True):
         assert planned == plain

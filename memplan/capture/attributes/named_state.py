@@ -114,12 +114,10 @@ class NamedState:
                 self._behind.add(id(one))
                 self._held.append(one)  # which stays alive, or another could have its id
                 self._add_class(type(one))
-                attributes = getattr(one, "__dict__", {})
-                tables = [t for k, t in attributes.items() if k.endswith("_hooks") and isinstance(t, dict)]
-                hooks = [hook for table in tables for hook in table.values()] if isinstance(one, nn.Module) else []
-                slots = [getattr(one, name) for name in slots_of(one) if hasattr(one, name)]
+                has, slots = getattr(one, "__dict__", {}), NamedTable.of_slots(one, slots_of(one)).values()
+                hooks = [h for k, t in has.items() if k.endswith("_hooks") and isinstance(t, dict) for h in t.values()]
                 follows = isinstance(one, nn.Module) or is_own(type(one))
-                for value in (*attributes.values(), *slots, *hooks) if follows else ():
+                for value in (*has.values(), *slots, *hooks) if follows else ():
                     self._reach_code(inspect.getattr_static(value, "__wrapped__", value))  # the model's, if planned
 
     def _tables(self) -> Iterator[tuple[str, NamedTable]]:
@@ -158,8 +156,9 @@ class NamedState:
                 )
                 if special and isinstance(_function(value), FunctionType):
                     self._reach(value)
-                elif owned and not name.startswith("__") and (isinstance(value, _CONTAINERS) or is_own(type(value))):
-                    self._reach_code(value)
+                elif owned and not name.startswith("__"):
+                    if isinstance(value, (*_CONTAINERS, nn.Module)) or is_own(type(value)):
+                        self._reach_code(value)
             if issubclass(base, torch.autograd.Function):
                 self._name_attributes(base, set(vars(base)))
 

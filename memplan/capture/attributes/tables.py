@@ -108,8 +108,8 @@ def attribute_owners(
             title = f"class {kind.__module__}.{kind.__qualname__}"
             found.append((title, kind))
             for key, value in vars(kind).items() if is_own(kind) else ():
-                held = not key.startswith("__") and (isinstance(value, CONTAINERS) or is_own(type(value)))
-                for path, thing in _objects(value, f"{title}.{key}", seen, DEEPEST) if held else ():
+                held = isinstance(value, (*CONTAINERS, nn.Module)) or is_own(type(value))
+                for path, thing in _objects(value, f"{title}.{key}", seen, DEEPEST) if held and key[:2] != "__" else ():
                     found.append((path, thing))
                     pending += [base for base in type(thing).__mro__ if base not in classes]
                     classes.update(dict.fromkeys(type(thing).__mro__))
