@@ -88,7 +88,7 @@ def _checkpointed(module: nn.Module, forward: Callable[..., Any], states: States
     if once or not torch.is_grad_enabled() or any(hasattr(a, "__dict__") and not callable(a) for a in objects):
         return forward(*args, **kwargs)
     static, given, before = arguments.static, arguments.given, list[Any]()
-    device = next((t.device for t in arguments.tensors), torch.device("cpu"))
+    device = next((t.device for t in arguments.tensors if t.is_cuda), torch.device("cpu"))
     drawn = held_rng(device)
     replay: Callable[..., Any] | None = None
     changes = False
