@@ -10,6 +10,8 @@ import logging
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.training_args import ParallelMode
@@ -199,7 +201,8 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
 
 def _grads(args: TrainingArguments) -> str:
     """The `grads` that the training arguments need: looking for unused parameters in autograd's graph takes "edges"."""
-    shards = args.fsdp and args.device.type != "cpu"  # where Accelerate takes DistributedDataParallel all the same
+    # Accelerate may take DistributedDataParallel all the same, on CPUs.
+    shards = args.fsdp and AcceleratorState().distributed_type == DistributedType.FSDP
     by_ddp = args.parallel_mode == ParallelMode.DISTRIBUTED and not shards
     return "edges" if by_ddp and args.ddp_find_unused_parameters is not False else "surface"
 

@@ -174,7 +174,7 @@ def test_files_and_folders_are_small() -> None:
 
 def test_new_code_pays_for_its_lines_with_old_ones() -> None:
     """Whoever takes lines away lowers the number."""
-    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 40_723
+    assert sum(len(path.read_text().splitlines()) for path in MODULES) <= 40_722
 
 
 def test_folders_say_what_is_in_them() -> None:
