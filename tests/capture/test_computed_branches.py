@@ -14,7 +14,7 @@ from torch import nn
 import memplan
 from memplan.capture.trace.call import CallReader
 from memplan.installed.planned_forward import planned_forward
-from tests.planning.test_module_islands import Block
+from tests.support.island_models import Block
 from tests.support.meter import LiveMeter
 from tests.support.zoo import assert_same_bits, copied, run_steps
 

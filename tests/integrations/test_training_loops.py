@@ -16,7 +16,7 @@ from torch import nn
 
 import memplan
 from memplan import torch_private as private
-from tests.planning.test_module_islands import Around, Branching
+from tests.support.island_models import Around, Branching
 from tests.support.zoo import MODELS, assert_same_bits, call, copied, loss_of
 
 BUDGET = 0.6  # of the unplanned peak: all models below then recompute something

@@ -14,8 +14,7 @@ from torch import nn
 
 import memplan
 from memplan.runtime.program.checkpointed import layers_of
-from tests.planning.test_module_islands import live_peak
-from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.meter import live_peak, profiler_peak, storage_bytes
 from tests.support.zoo import assert_same_bits, run_steps
 
 

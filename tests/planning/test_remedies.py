@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memplan
 from memplan.plans.step_memory import planned_memory
-from tests.planning.test_module_islands import Around, Branching
+from tests.support.island_models import Around, Branching
 
 pytestmark = pytest.mark.full_search  # else nobody looks for remedies
 
