@@ -39,6 +39,7 @@ class StepChoice:
     - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - sharded: parameters are, so that all ranks run one schedule.
+    - trains_alone: no other ranks rely on this one's plans.
     - takes_any_size: one plan may serve calls of many sizes, else each size is planned by itself.
     - aside: gives a context in which the model's own forward is in place.
     - attend: called with every new step before it is used.
@@ -59,7 +60,7 @@ class StepChoice:
         self.known = KnownSteps(planner.limits, self._held)
         self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
-        self.takes_any_size = planner.settings.takes_any_size
+        self.takes_any_size, self.trains_alone = planner.settings.takes_any_size, planner.capturing.trains_alone
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._shared = SharedBackward()
         self._moved: Counter[str] = Counter()  # values that have changed between two calls, and how often
@@ -68,11 +69,6 @@ class StepChoice:
     def is_fixed(self) -> bool:
         """Whether plans never change, because the user says so or other ranks rely on them."""
         return self.on_mismatch == "raise" or not self.trains_alone
-
-    @property
-    def trains_alone(self) -> bool:
-        """Whether no other ranks rely on this one's plans."""
-        return self.agreement is None and not self.sharded
 
     def plan_each_size(self) -> None:
         """Plan calls of each size by themselves from now on."""
@@ -127,7 +123,7 @@ class StepChoice:
     def _known_step(self, call: Call) -> ServingStep | None:
         """The step that serves a call, if need be once the model has what a first forward leaves; or None."""
         step = self._serving(call)
-        at_first = self.known.whole() if step is None else [step]
+        at_first = self.known.planned() if step is None else [step]
         if any(isinstance(s, PlannedStep) and s.capture.settle(call) for s in at_first):
             return self._serving(call)
         return step
@@ -212,12 +208,12 @@ class StepChoice:
 
         Gives a value that has made several plans, so that no plan should depend on it any more.
         """
-        last = next(self.known.whole(), None)
+        last = next(self.known.planned(), None)
         value = None if last is None else last.key.other_value(call)
         if value is None or value in self.planner.capturing.unsteady:
             return None
         self._moved[value] += 1
-        is_size = any(value in step.key.lines_of_sizes for step in self.known.whole())
+        is_size = any(value in step.key.lines_of_sizes for step in self.known.planned())
         return value if self._moved[value] == (_MOST_RANGES if is_size else _MOST_VALUES) else None
 
     def _without(self, unsteady: str, plan: Callable[[], ServingStep | Refused]) -> ServingStep | Refused:

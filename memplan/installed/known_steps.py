@@ -34,7 +34,7 @@ class KnownSteps:
         """How many captures the steps are of."""
         return len({step.kind for step in self.all})
 
-    def whole(self) -> Iterator[PlannedStep]:
+    def planned(self) -> Iterator[PlannedStep]:
         """The steps that have a plan, the last one used first."""
         return (step for step in self.all if isinstance(step, PlannedStep))
 
@@ -78,12 +78,12 @@ class KnownSteps:
 
     def of_same_kind(self, call: Call, mismatches: Mismatches) -> Iterator[PlannedStep]:
         """Steps for calls of any size that serve this call, if there is room."""
-        sized = (step for step in self.whole() if step.sized is not None)
+        sized = (step for step in self.planned() if step.sized is not None)
         return (step for step in sized if self._other_kind(step, call, mismatches) is None)
 
     def of_other_size(self, call: Call) -> tuple[PlannedStep | None, Varying]:
         """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
-        found = ((step, step.key.varying(call)) for step in self.whole())
+        found = ((step, step.key.varying(call)) for step in self.planned())
         return next(((step, varying) for step, varying in found if varying), (None, Varying()))
 
     def use(self, step: ServingStep) -> ServingStep:
@@ -110,7 +110,7 @@ class KnownSteps:
 
     def let_go(self) -> None:
         """Free copies that stay on the device between steps, because something else runs next and may need the room."""
-        for step in self.whole():
+        for step in self.planned():
             step.runner.store.transfers.standing.free()
 
     def forget(self) -> None:

@@ -196,7 +196,7 @@ class Recovery:
     def _for_tangents(
         self, step: PlannedStep, call: Call, tangents: Tangents, backward: Autocast | None, problem: Exception
     ) -> PlannedStep:
-        for other in self._choice.known.whole():
+        for other in self._choice.known.planned():
             serves = other.mismatch(call) is None and other.runner.takes(tangents, backward, other.numbers(call))
             if serves and other.forward_ops(call) == step.forward_ops(call):
                 return other

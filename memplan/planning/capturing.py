@@ -48,7 +48,7 @@ class Capturing:
 
     - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
       then captured with the branches that it took and the caches that it left.
-    - grouped, alone: whether other ranks plan the same steps. They do if parameters are sharded, too.
+    - grouped, trains_alone: whether other ranks plan the same steps. They do if parameters are sharded, too.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
@@ -57,8 +57,8 @@ class Capturing:
     ) -> None:
         self._model, self._forward, self.grouped = model, forward, grouped
         self._settings, self._placement = settings, placement
-        self.alone = not grouped and settings.shards is None
-        self.decides = self.alone and settings.in_flight == 1
+        self.trains_alone = not grouped and settings.shards is None
+        self.decides = self.trains_alone and settings.in_flight == 1
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._known = KnownIslands()
@@ -86,7 +86,7 @@ class Capturing:
         found = list[str]()
         for path in sorted(paths):  # the layers of a module, or else the module as a whole
             found += [f"{path}.{layer}" for layer in layers_of(self._model.get_submodule(path))] or [path]
-        if not self.alone or self._known.layers or not found or self._placement.host or self._known.compiled:
+        if not self.trains_alone or self._known.layers or not found or self._placement.host or self._known.compiled:
             return False
         call = self.call_of(sample)
 
@@ -188,15 +188,15 @@ class Capturing:
         assert sizes is not None
         nodes = {i: step.tangent_nodes[o.tangent] for i, o in enumerate(step.outputs) if o.tangent is not None}
         arriving = {i: Layout.of(node.meta["val"]) for i, node in nodes.items()}
-        for_one = captured_for(arriving if tangents else None, Varying())
+        for_one = captured_for(arriving, Varying())  # without a second trace for `out.sum()`
         if isinstance(for_one, UnsupportedModel):
             return for_one
-        ops, alone = (
+        ops, ops_of_one = (
             # Keys of islands say for which sizes they are, and names of ops how many there were before.
             [dataclasses.replace(op, name="", key="" if op.is_island else op.key) for op in step.graph.ops]
             for step in (captured.traced, for_one.traced)
         )
-        if ops != alone or captured.traced.template.plain(sizes.here) != for_one.traced.template.plain():
+        if ops != ops_of_one or captured.traced.template.plain(sizes.here) != for_one.traced.template.plain():
             return UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
         for place in sizes.fixed:
             log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
@@ -226,7 +226,7 @@ class Capturing:
         if isinstance(captured, UnsupportedModel):
             cause, ours = captured.__cause__, (MemplanError, *private.DATA_DEPENDENT_ERRORS)
             may_be_own = not (cause is None or self._known.compiled or isinstance(cause, ours))
-            if self.alone and sees and not varying and may_be_own:
+            if self.trains_alone and sees and not varying and may_be_own:
                 found = look(NO_ISLANDS, contextlib.nullcontext())
                 if isinstance(found, ForwardFails) and type(found.error) is type(cause):
                     raise found  # forward raises it without a plan too

@@ -70,11 +70,11 @@ def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: 
     if problem.gather is None:
         bound_s = offload_bound_s(problem, budget_bytes)
     else:
-        alone, solver = problem.without_network, f"{solver}, with gathers"
-        bound_s = max(gather_bound_s(problem), alone.baseline_time_s)
+        ungathered, solver = problem.without_network, f"{solver}, with gathers"
+        bound_s = max(gather_bound_s(problem), ungathered.baseline_time_s)
         if problem.link is not None:
-            bound_s = max(bound_s, offload_bound_s(alone, budget_bytes))
-        elif fronts[0].keep_all.problem.costs == alone.costs:
+            bound_s = max(bound_s, offload_bound_s(ungathered, budget_bytes))
+        elif fronts[0].keep_all.problem.costs == ungathered.costs:
             bound_s = max(bound_s, fronts[0].bound.time_s(budget_bytes))
     return Plan(
         dataclasses.replace(problem, budget_bytes=budget_bytes), found.schedule, found.timeline,

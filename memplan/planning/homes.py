@@ -217,7 +217,7 @@ def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
 def choose_homes(
     movables: Sequence[Movable],
     front: Front,
-    alone: Front | None,
+    on_device: Front | None,
     problem_of: ProblemOf,
     host_budget_bytes: int,
     fixed: frozenset[str] | None,
@@ -229,7 +229,7 @@ def choose_homes(
 
     - movables: parameters that may live on the host.
     - front: of the step without its movable parameters.
-    - alone: of the step with all of them on the device, as it is planned without a host budget; None where that is
+    - on_device: of the step with all of them on the device, as it is planned without a host budget; None where that is
       known to be too large.
     - problem_of: gives the step's problem where parameters of these names live on the host.
     - host_budget_bytes, budget_bytes: the budgets on the host and on the device.
@@ -238,7 +238,7 @@ def choose_homes(
     """
     best: Residency | None = None
     seen = set[frozenset[str]]()
-    if alone is not None and (kept := alone.best(budget_bytes)) is not None:  # the fastest step that only recomputes
+    if on_device and (kept := on_device.best(budget_bytes)) is not None:  # the fastest step that only recomputes
         problem = dataclasses.replace(problem_of(frozenset()), budget_bytes=budget_bytes)
         best = Residency(frozenset(), problem, Offloaded(kept.solver, kept.schedule, kept.timeline))
 
@@ -254,7 +254,7 @@ def choose_homes(
         under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
         if room_bytes < 0 or residency_bound_s(problem) >= under_s:
             return False
-        for tried in (front,) if host or alone is None or alone is front else (alone, front):
+        for tried in (front,) if host or on_device is None or on_device is front else (on_device, front):
             found = solve_offload(problem, tried.points, budget_bytes, room_bytes, under_s, stays)
             if found is not None:
                 best = Residency(host, problem, found)

@@ -68,11 +68,12 @@ class PlanSearch:
         plain = problem_of(frozenset())
         limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
         within = self._limits.less_margin(limit)
-        alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
-        free = alone is not None and alone.keep_all.peak_bytes <= within
-        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
+        on_device = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = on_device is not None and on_device.keep_all.peak_bytes <= within
+        front = on_device if on_device and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = least_peak_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host)
+        host = placement.host_budget, placement.host
+        search = functools.partial(choose_homes, parts, front, on_device, problem_of, *host)
         chosen = search(within) or search(limit)
         if chosen is None and self._limits.raised_to(least) > limit:
             limit = within = least
@@ -92,7 +93,7 @@ class PlanSearch:
             more = "that live on the host; with fused=True, optimizers of PyTorch take much less"
             log.warning("of a step of %.3g s the CPU takes %.3g s to update parameters %s", time_s, update_s, more)
         placement.decide(chosen.host)
-        plan = plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+        plan = plan_of_residency(chosen, (front,) if on_device is None else (front, on_device), limit, least)
         return self._telling_of_reserved(plan, within)
 
     def ladder(self, captured: Capture) -> tuple[Plan, ...] | Refused:
@@ -135,10 +136,11 @@ class PlanSearch:
         if isinstance(by_homes, UnsupportedModel):
             return by_homes
         parts, problem_of = by_homes
-        alone = self._front(problem_of(frozenset()))
-        front = self._front(problem_of(all_names(parts))) if parts else alone
-        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
-        search = functools.partial(choose_homes, parts, front, alone, problem_of, placement.host_budget, placement.host)
+        on_device = self._front(problem_of(frozenset()))
+        front = self._front(problem_of(all_names(parts))) if parts else on_device
+        least, most = least_peak_bytes(all_names(parts), front, problem_of), on_device.keep_all.peak_bytes
+        host = placement.host_budget, placement.host
+        search = functools.partial(choose_homes, parts, front, on_device, problem_of, *host)
         found: list[Plan] = []
         count = min(self._settings.search.points, _HOST_POINTS)
         for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
@@ -146,7 +148,7 @@ class PlanSearch:
             if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
                 peak_bytes = chosen.found.timeline.peak_bytes
                 found = [plan for plan in found if plan.peak_bytes < peak_bytes]
-                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
+                found.append(plan_of_residency(chosen, (front, on_device), peak_bytes, least))
         return tuple(found)
 
     def with_gathers(self, captured: Capture, problem: Problem) -> Plan | Refused:
@@ -165,15 +167,15 @@ class PlanSearch:
                 return by_homes
             parts, problem_of = by_homes
         host_budget, everything, host = self._placement.host_budget, all_names(parts), self._placement.host
-        alone = self._without_gathered(problem)
-        front = self._without_gathered(problem_of(everything)) if parts else alone
+        ungathered = self._without_gathered(problem)
+        front = self._without_gathered(problem_of(everything)) if parts else ungathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
         least = least_peak_bytes(everything, front, problem_of)
-        limit = self._limits.fix_budget(alone.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
+        limit = self._limits.fix_budget(ungathered.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
 
         def search(limit_bytes: int) -> Residency | None:
             """The fastest step within the limit. No parts move where that makes no step faster."""
-            found = choose_homes((), alone, None, problem_of, host_budget or 0, host or frozenset(), limit_bytes)
+            found = choose_homes((), ungathered, None, problem_of, host_budget or 0, host or frozenset(), limit_bytes)
             if not parts or (found is not None and (host or found.is_fastest)):
                 return found
             moving = choose_homes(parts, front, None, problem_of, host_budget or 0, host or None, limit_bytes)
@@ -185,7 +187,7 @@ class PlanSearch:
         if chosen is None:
             return no_room(problem, least, limit, host_budget)
         chosen = self._reserving(within, chosen, search)
-        plan = plan_of_residency(chosen, tuple(dict.fromkeys((front, alone))), limit, least)
+        plan = plan_of_residency(chosen, tuple(dict.fromkeys((front, ungathered))), limit, least)
         return self._telling_of_reserved(plan, within)
 
     def _without_gathered(self, problem: Problem) -> Front:

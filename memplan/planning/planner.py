@@ -149,7 +149,7 @@ class Planner:
                 note_results(way.found, way.unsteady)  # what ops give at other sizes nobody knows
                 found = None
         if share is not None:  # others would not go along with a second try, and would wait for advice
-            return found or step_or_raise(self._step(sample, known, share))
+            return step_or_raise(found or self._step(sample, known, share))
         found = found or once_more_where_results_differ(self._step)(sample, known, None)
         if isinstance(found, UnsupportedModel) and isinstance(way_of(found), OtherResults):
             found = self._unplanned.step(sample, known, found)
@@ -183,7 +183,7 @@ class Planner:
         if isinstance(plans, Refused):
             return plans
         later = tuple(self._to_be_lowered(captured, plan) for plan in plans[1:])
-        return dataclasses.replace(self._whole(captured, plans[0]), others=later)
+        return dataclasses.replace(self._lowered(captured, plans[0]), others=later)
 
     def _step(
         self,
@@ -195,8 +195,8 @@ class Planner:
     ) -> ServingStep | Refused:
         """One try of `step`. Raises a Refusal with `OtherResults` if the trace is wrong about results of ops.
 
-        A call that can't be captured runs unplanned. Of the others, each gets the first of these that there is: a plan
-        without a search, plans for all sizes, a plan that other ranks run too, one around islands, one of its own.
+        A call that can't be captured runs unplanned. Another gets a plan that needs no search, if there is one, else
+        with a `share` the plan of all ranks, and without it plans from a search, or none around its islands.
         """
         arrived, backward = (None, None) if like is None else (like.tangents, like.capture.options.backward)
         capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
@@ -209,9 +209,9 @@ class Planner:
                 found = self._equal_step(captured, known)  # where what changed is of no concern to the step
             if captured.traced.sizes is None and found is None and known and share is None:
                 plan = self._without_search.hurried(captured, known)
-                found = None if plan is None else self._whole(captured, plan, plan.overhead > 0)
+                found = None if plan is None else self._lowered(captured, plan, plan.overhead > 0)
         collective = next((op for op in captured.traced.graph.ops if op.is_collective), None)
-        if collective is not None and share is None and self.capturing.alone:
+        if collective is not None and share is None and self.capturing.trains_alone:
             return UnsupportedModel(  # other ranks may run collectives in another order
                 f"{collective.layer or 'the model'} runs the collective {collective.kind}, and each rank would plan "
                 "when by itself. Pass the ranks that run it together as group=, then all of them run one plan"
@@ -221,7 +221,7 @@ class Planner:
         if share is None:
             step = self._searched(sample, captured, capture)
             return self._or_unplanned(step, sample, known, captured.islands) if captured.islands else step
-        return self._whole(captured, *self._shared(captured, known, share))
+        return self._lowered(captured, *self._shared(captured, known, share))
 
     def _searched(self, sample: Sample | Call, captured: Capture, capture: _CaptureAgain) -> PlannedStep | Refused:
         """The step of a capture, with plans from a search. capture: captures it once more."""
@@ -233,7 +233,7 @@ class Planner:
             capture = functools.partial(capture, varying=Varying())
             of_one_size = capture()  # it has other ways to fit
         found = self._planned(sample, of_one_size, capture)
-        return found if isinstance(found, Refused) else self._whole(found[1], found[0])
+        return found if isinstance(found, Refused) else self._lowered(found[1], found[0])
 
     def _or_unplanned(
         self, step: PlannedStep | Refused, sample: Sample | Call, known: Sequence[ServingStep], islands: Sequence[str]
@@ -264,7 +264,7 @@ class Planner:
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
         found = self._without_search.of_equal_step(captured, known)
-        return None if found is None else self._whole(captured, *found)
+        return None if found is None else self._lowered(captured, *found)
 
     def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
@@ -280,7 +280,7 @@ class Planner:
 
     def join(self, step: PlannedStep, known: Sequence[ServingStep], share: Share) -> PlannedStep:
         """A step in the place of a known one, with the schedule that other ranks plan now."""
-        return self._whole(step.capture, self._group.for_all(step.capture, known, share, lambda: step.plan.problem))
+        return self._lowered(step.capture, self._group.for_all(step.capture, known, share, lambda: step.plan.problem))
 
     @once_more_where_results_differ
     def step_for(
@@ -347,7 +347,7 @@ class Planner:
             if plan.exact == "program" and plan.problem.costs.source == "estimated":
                 advice += ' with costs="measure": a dry run takes fused groups to write over all that they may'
             raise PlanMismatch(f"the plan was made for another training step: {difference}. {advice}")
-        step = self._whole(captured, plan)
+        step = self._lowered(captured, plan)
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
@@ -356,7 +356,7 @@ class Planner:
         shards = self.settings.shards
         return contextlib.nullcontext() if shards is None else shards.tracing()
 
-    def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
+    def _lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
         step = self._to_be_lowered(captured, plan, provisional)
         _ = step.runner.programs  # which are made now
@@ -393,6 +393,7 @@ def _programs(traced: Traced, expanded: Traced | None, plan: Plan, grads: Grads)
     if expanded is None or structure(expanded.graph) != structure(traced.graph):
         return (program,)
     problem = dataclasses.replace(plan.problem, graph=expanded.graph)
+    if simulate(problem, plan.schedule).peak_bytes > max(plan.peak_bytes, problem.budget_bytes or 0):
+        return (program,)
     other = lower(plan.schedule, expanded, grads, steering=plan.steering)
-    fits = simulate(problem, plan.schedule).peak_bytes <= max(plan.peak_bytes, problem.budget_bytes or 0)
-    return (program, other) if fits and other.forward.code == program.forward.code else (program,)
+    return (program, other) if other.forward.code == program.forward.code else (program,)

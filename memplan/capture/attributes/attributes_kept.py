@@ -48,7 +48,7 @@ class SetValue(NamedTuple):
 
     - owner: the name of the attribute table.
     - key: the attribute.
-    - value: what it is set to.
+    - value: what it is set to; of a counter, what each forward adds.
     """
 
     owner: str

@@ -152,8 +152,8 @@ class Runner:
 
     def __call__(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd. numbers: of its sizes, where they vary."""
+        self.undo, begun = None, list[InFlight]()
         parameters = [self.store[name] for name in self.trainable]
-        begun = list[InFlight]()
         arguments = (self.anchor, self, begun, numbers, len(inputs), *inputs, *parameters)
         outputs = _StepFunction.apply(*arguments)  # type: ignore[no-untyped-call]
         if self.outputs.inner or self.outputs.shared:
@@ -246,7 +246,7 @@ class Runner:
                     "once, or call memplan.remove(model) to train without a plan"
                 )
             return self.repeat(state, tangents, state.numbers)
-        if state.program is not self.program:  # a first run at a size, which has one backward program
+        if state.program is not self.program:  # the checked program of a new size has one backward program
             run = state.program.backward
         if state.returned is not None:
             state.returned(self.outputs, tangents)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,11 +35,6 @@ from memplan.runtime.program.program import Grads, Program, ProgramNodes, Side
 from memplan.runtime.program.rng import ReplayedIsland, held_rng, replay_all, replay_random, save_rng
 
 
-def made_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the meta device, of which an op reads only the layout."""
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
-
-
 def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
     """Hand final gradients to autograd."""
     sink(names, gradients)
@@ -61,15 +55,17 @@ def lower(
 
 
 class _Lowering(ProgramNodes):
-    def __init__(self, schedule: Schedule, step: Traced, grads: Grads, checks: bool, steering: Steering | None) -> None:
-        super().__init__(step)
+    def __init__(
+        self, schedule: Schedule, traced: Traced, grads: Grads, checks: bool, steering: Steering | None
+    ) -> None:
+        super().__init__(traced)
         self.schedule, self.grads, self.checks = schedule, grads, checks
         self.outside = {} if steering is None else steering.outside
         self.steered = {index for moves in (() if steering is None else steering.moves) for index in moves}
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
-        self.gradients = {g.value: g for g in step.gradients}
-        self.decisions = {step.outputs[d.output].value: d for d in step.decisions}
+        self.gradients = {g.value: g for g in traced.gradients}
+        self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
         self.rng: dict[int, fx.Node] = {}
         self.ran: set[int] = set()
         self.runs = Counter(step.op for step in schedule if isinstance(step, steps.Compute))
@@ -223,7 +219,8 @@ class _Lowering(ProgramNodes):
             if isinstance(thing, fx.Node):
                 return self.tensor(thing, reads[thing]) if thing in reads else self.look(thing, self.side.residents, -1)
             if isinstance(thing, MetaTensor) and expressions_in(thing):
-                return self.side.call(made_meta, (argument(thing.size), argument(thing.stride), thing.dtype))
+                of = {"dtype": thing.dtype, "device": "meta"}
+                return self.side.call(torch.empty_strided, (argument(thing.size), argument(thing.stride)), of)
             if isinstance(thing, MetaTensor):
                 return self.side.constant(f"meta_{len(self.side.constants)}", thing.build())
             if isinstance(thing, (list, tuple)):

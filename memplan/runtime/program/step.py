@@ -31,6 +31,7 @@ _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's ord
 class PlannedStep:
     """One plan of a model for one kind of call.
 
+    - planned: the plan, at the sizes that it was searched for.
     - capture: without the tensors of the batch that it was captured with.
     - provisional: found in a hurry; planned in full when such a call comes again.
     - sized: the plan at other sizes, where the step serves those too.
@@ -101,7 +102,7 @@ class PlannedStep:
 
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
-        traced, numbers, self.runner.undo = self.capture.traced, self.numbers(call), None
+        traced, numbers = self.capture.traced, self.numbers(call)
         if self.sized is not None:
             self.sized.numbers = numbers
         attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]

@@ -11,7 +11,7 @@ from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.moments import asked
 from memplan.solvers.chain.expand import expanded, solved_with
-from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
+from memplan.solvers.chain.hierarchy import hierarchy_orders
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.exact.exact import exact_orders
