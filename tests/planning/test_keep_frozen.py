@@ -34,19 +34,19 @@ from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import least_bytes, placements
 from memplan.solvers.orders.flat import flatten
-from tests.planning.test_offload import (
+from tests.solvers.test_solvers import CALM, some_orders
+from tests.support.meter import storage_bytes
+from tests.support.offloads import (
     FAST,
     SLOW,
     CountingStreams,
     DeviceMeter,
+    EarlyStreams,
     live_peaks,
     most_on_host,
     recounted,
     with_random_homes,
 )
-from tests.solvers.test_solvers import CALM, some_orders
-from tests.support.meter import storage_bytes
-from tests.support.offloads import EarlyStreams
 from tests.support.random_graphs import random_problems
 from tests.support.zoo import Sample, assert_same_bits, copied
 

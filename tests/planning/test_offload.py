@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import gc
-import sys
-import weakref
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +16,8 @@ from benchmarks.gpu import steps
 from benchmarks.offload import step_of
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
-from memplan.installed.planned_forward import planned_forward
 from memplan.planning import homes
-from memplan.problem.data import Graph, Link, Problem, Value
+from memplan.problem.data import Link, Problem
 from memplan.problem.packing import pinned_bytes, place_host_copies
 from memplan.problem.schedule import (
     Boundary,
@@ -33,45 +26,33 @@ from memplan.problem.schedule import (
     DropHost,
     Offload,
     Prefetch,
-    Schedule,
-    Stay,
-    SurfaceGrads,
     Wait,
     schedule_of,
 )
 from memplan.problem.simulate import simulate
-from memplan.runtime.host import transfers as engine
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.host.streams import FakeStreams
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import least_bytes, solve_offload
 from memplan.solvers.orders.flat import flatten
-from tests.conftest import QUICK as QUICK_SEARCH
 from tests.solvers.test_solvers import CALM, SMALL, some_orders
 from tests.support.configs import with_figures
-from tests.support.meter import LiveMeter, storage_bytes
-from tests.support.offloads import EarlyStreams, host_resident_bytes, place_copies, settled
-from tests.support.parameters import quickly
+from tests.support.offloads import (
+    FAST,
+    PCIE,
+    SLOW,
+    assert_no_overlap,
+    host_resident_bytes,
+    most_on_host,
+    place_copies,
+    planned,
+    recounted,
+    settled,
+    with_random_homes,
+)
 from tests.support.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.support.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
-
-SLOW, FAST = Link(10.0, 20.0, 0.5), Link(1e9, 1e9, 0.0)
-PCIE = Link(25e9, 25e9)
-
-
-def with_random_homes(problem: Problem, picks: list[bool]) -> Problem:
-    """Some parameters, and the gradients of as many, live on the host."""
-    graph = problem.graph
-    taken = {v.reuses for v in graph.values}
-    values: list[Value] = []
-    for index, value in enumerate(graph.values):
-        movable = value.role in ("parameter", "gradient") and value.reuses is None and index not in taken
-        if movable and picks[index % len(picks)]:
-            value = replace(value, home="host", held=False)
-        values.append(value)
-    return replace(problem, graph=replace(graph, values=tuple(values)))
 
 
 @CALM
@@ -95,62 +76,6 @@ def test_orders_with_copies_are_legal_and_keep_the_budget(problem: Problem, pick
             assert_no_overlap(problem.graph, schedule)
 
 
-def recounted(problem: Problem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Bytes held on the device and on the host after every step, counted anew from sets of what is where."""
-    graph = problem.graph
-    size = [v.size_bytes for v in graph.values]
-    resident = {i for i, v in enumerate(graph.values) if v.resident}
-    device, host = set[int](), set[int]()
-    states, held = 0, problem.resident_bytes
-    on_device, on_host = [], []
-    for step in schedule:
-        match step:
-            case Compute(op):
-                for v in graph.ops[op].outputs:
-                    taken = graph.values[v].reuses
-                    if taken in device:
-                        device.remove(taken)
-                    elif taken is not None and (taken in graph.tangents or (taken in resident and v not in resident)):
-                        held -= size[taken]
-                    if v not in resident:
-                        device.add(v)
-            case Drop(v):
-                device.remove(v)
-            case Offload(v):
-                host.add(v)
-            case Prefetch(v) | Stay(v):
-                device.add(v)
-            case DropHost(v):
-                host.remove(v)
-            case Boundary():
-                held += sum(size[t] for t in graph.tangents)
-            case SurfaceGrads(values):
-                if problem.frees_gradients:
-                    device -= {v for v in values if graph.values[v].home != "host"}
-            case _:
-                pass
-        name = type(step).__name__
-        states += {"SaveRng": 1, "DropRng": -1}.get(name, 0)
-        on_device.append(held + sum(size[v] for v in device) + states * graph.rng_state_bytes)
-        on_host.append(sum(size[v] for v in host))
-    return tuple(on_device), tuple(on_host)
-
-
-def assert_no_overlap(graph: Graph, schedule: Schedule) -> None:
-    """No two values share an address of the slab at one time."""
-    memory = place_host_copies(graph, schedule)
-    standing: dict[int, tuple[int, int]] = {}
-    for index, step in enumerate(schedule):
-        if isinstance(step, Offload) and graph.values[step.value].home == "device":
-            start = memory.offsets[index]
-            stop = start + graph.values[step.value].size_bytes
-            assert stop <= memory.size_bytes
-            assert all(stop <= a or b <= start for a, b in standing.values())
-            standing[step.value] = start, stop
-        elif isinstance(step, DropHost):
-            del standing[step.value]
-
-
 @CALM
 @given(
     random_problems(), st.lists(st.booleans(), min_size=1, max_size=9), st.sampled_from([SLOW, FAST, Link(2.0, 2.0)])
@@ -171,16 +96,6 @@ def test_the_search_counts_what_the_accountant_counts(problem: Problem, picks: l
             assert time_s == pytest.approx(timeline.time_s, rel=1e-9)
             assert host_peak_bytes == most_on_host(problem.graph, schedule, gradients)
             assert offload_bound_s(problem, budget) <= timeline.time_s * (1 + 1e-9)
-
-
-def most_on_host(graph: Graph, schedule: Schedule, left_out: set[int]) -> int:
-    """The most bytes of offloaded values at any time."""
-    held = most = 0
-    for step in schedule:
-        if isinstance(step, (Offload, DropHost)) and step.value not in left_out:
-            held += graph.values[step.value].size_bytes * (1 if isinstance(step, Offload) else -1)
-            most = max(most, held)
-    return most
 
 
 @pytest.mark.full_search
@@ -279,323 +194,6 @@ def test_a_long_step_is_planned_from_few_orders() -> None:
     found, bound_s = solve_offload(linked, front.points, budget, 1 << 60), offload_bound_s(linked, budget)
     assert found is not None and bound_s <= found.timeline.time_s <= 1.05 * bound_s
     assert bound_s / base_s - 1 > 0.05
-
-
-# -- running ----------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def floor_of(name: str) -> int:
-    return memplan.plan(*MODELS[name](0), 1.0, costs="estimate", config=QUICK_SEARCH).floor_bytes
-
-
-def planned(name: str, share: float, seed: int | None, host_budget: str = "1GiB") -> tuple[torch.nn.Module, object]:
-    """A model under a share of its recomputation floor, with parameters on the host where it takes that."""
-    net, sample = MODELS[name](0)
-    memplan.apply(net, sample, int(share * floor_of(name)), costs="estimate", host_budget=host_budget, link=PCIE)
-    for step in planned_forward(net).steps:  # type: ignore[union-attr]
-        step.runner.store.transfers = engine.Transfers(torch.device("cpu"), EarlyStreams(seed))  # type: ignore[union-attr]
-    return net, sample
-
-
-QUICK = ("gpt2", "handmade")
-CELLS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-
-
-@pytest.mark.full_search
-@pytest.mark.parametrize("name", quickly(MODELS, "handmade"))
-def test_three_steps_are_the_plain_models_bits(name: str) -> None:
-    plain, sample = MODELS[name](0)
-    expected = run_steps(plain, sample, steps=3)
-    net, _ = planned(name, 0.7, None)
-    plan = memplan.plan_of(net)
-    assert plan is not None and plan.offloaded_bytes and host_resident_bytes(plan.problem.graph)
-    start = copy.deepcopy(net.state_dict())
-    transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
-    for seed in (None, 0, 1):
-        transfers._streams = EarlyStreams(seed)
-        net.load_state_dict(start)
-        assert_same_bits(expected, run_steps(net, sample, steps=3))
-    assert transfers.allocations == 1
-    moved = {n for n, p in net.named_parameters() if not torch.equal(p, start[n])}
-    assert moved == {n for n, p in plain.named_parameters() if not torch.equal(p, start[n])}
-
-
-class Pointwise(torch.nn.Module):
-    """Convolutions of one pixel, over channels last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(32, 32, 1) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.contiguous(memory_format=torch.channels_last)))
-        return x.pow(2).sum()
-
-
-def test_gradients_on_the_host_lie_as_their_kernels_made_them() -> None:
-    plain, sample = Pointwise(), torch.randn(2, 32, 4, 4)
-    net = copy.deepcopy(plain)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # where PyTorch takes a kernel whose strides are not those of the trace
-    try:
-        floor = memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes
-        memplan.apply(net, sample, int(0.8 * floor), costs="estimate", host_budget="1GiB", link=PCIE)
-        assert host_resident_bytes(memplan.plan_of(net).problem.graph)  # type: ignore[union-attr]
-        assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
-    finally:
-        torch.set_num_threads(threads)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "handmade", "transformer"])
-def test_fifty_orders_of_copies(name: str) -> None:
-    plain, sample = MODELS[name](0)
-    expected = run_steps(plain, sample)
-    net, _ = planned(name, 0.7, None)
-    start = copy.deepcopy(net.state_dict())
-    for seed in range(50):
-        for step in planned_forward(net).steps:  # type: ignore[union-attr]
-            step.runner.store.transfers._streams = EarlyStreams(seed)  # type: ignore[union-attr]
-        net.load_state_dict(start)
-        assert_same_bits(expected, run_steps(net, sample))
-
-
-def calls_of(net: torch.nn.Module, target: object) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
-    program = planned_forward(net).steps[0].runner.program  # type: ignore[union-attr]
-    for module in (program.forward, program.backward):
-        for node in list(module.graph.nodes):
-            if node.target is target:
-                yield module, node
-
-
-def test_each_missing_wait_makes_wrong_numbers() -> None:
-    plain, sample = MODELS["handmade"](0)
-    expected = run_steps(plain, sample, steps=1)
-    net, _ = planned("handmade", 0.7, None)
-    start = copy.deepcopy(net.state_dict())
-    waits = list(calls_of(net, engine.wait))
-    assert waits
-    for module, node in waits:
-        incoming = any(n.target is engine.viewed_as for n in node.users)
-        if not incoming:
-            continue  # an outgoing copy that nobody waits for keeps its source: bytes show that, below
-        node.target = _not_waiting
-        module.recompile()
-        with pytest.raises(AssertionError):
-            assert_same_bits(expected, run_steps(net, sample, steps=1))
-        node.target = engine.wait
-        module.recompile()
-        net.load_state_dict(start)
-    assert_same_bits(expected, run_steps(net, sample, steps=1))
-
-
-def test_parameters_that_came_to_lie_in_one_vector() -> None:
-    plain, sample = MODELS["handmade"](0)
-    net, _ = planned("handmade", 0.7, 0)
-    for _ in range(2):
-        assert_same_bits(run_steps(plain, sample, steps=1), run_steps(net, sample, steps=1))
-        for model in (plain, net):
-            vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
-            torch.nn.utils.vector_to_parameters(vector, model.parameters())
-            model.zero_grad(set_to_none=True)
-    assert_same_bits(run_steps(plain, sample, steps=1), run_steps(net, sample, steps=1))
-
-
-def test_parameters_that_share_memory_stay_where_they_are() -> None:
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
-    whole = torch.randn(2, 64, 64)
-    for index in (0, 1):
-        net[index].weight = torch.nn.Parameter(whole[index], requires_grad=False)
-    net[2].weight = torch.nn.Parameter(torch.randn(80, 64)[16:])
-    plain, x = copy.deepcopy(net), torch.randn(8, 64)
-    options = {"costs": "estimate", "host_budget": "1MiB", "link": PCIE}
-    low = memplan.explore(net, x, **options)[0]  # type: ignore[arg-type]
-    memplan.apply(net, x, low.peak_bytes, **options)  # type: ignore[arg-type]
-    homes = {v.name: v.home for v in memplan.plan_of(net).problem.graph.values if v.role == "parameter"}  # type: ignore[union-attr]
-    assert sorted(homes.values()) == ["device", "device", "host"]
-    assert_same_bits(run_steps(plain, x), run_steps(net, x))
-
-
-def _not_waiting(slab: engine.Slab, ticket: engine.Ticket) -> torch.Tensor:
-    return ticket.data
-
-
-def test_a_copy_that_keeps_nothing_alive_makes_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, sample = MODELS["handmade"](0)
-    expected = run_steps(plain, sample, steps=1)
-    net, _ = planned("handmade", 0.7, None)
-    monkeypatch.setattr(engine.Transfers, "_keep", lambda *arguments: None)
-    with pytest.raises(AssertionError):
-        assert_same_bits(expected, run_steps(net, sample, steps=1))
-
-
-class CountingStreams(EarlyStreams):
-    """Counts the host memory that copies use."""
-
-    host_bytes = 0
-    meter: LiveMeter
-
-    def pinned(self, size_bytes: int) -> torch.Tensor:
-        memory = super().pinned(size_bytes)
-        self.meter.register(memory)  # a look at it would count it, too
-        with self._lock:
-            self.host_bytes += size_bytes
-        weakref.finalize(memory.untyped_storage(), self._freed, size_bytes).atexit = False
-        return memory
-
-    def _freed(self, size_bytes: int) -> None:
-        with self._lock:  # the last user may be the thread that updates parameters
-            self.host_bytes -= size_bytes
-
-
-class DeviceMeter(LiveMeter):
-    """Counts what is not host memory. Parameters that live on the host are not registered."""
-
-    def __init__(self, streams: CountingStreams, outside_bytes: int) -> None:
-        super().__init__()
-        self.streams, self.outside_bytes = streams, outside_bytes
-        self.device_peak_bytes = 0
-        streams.meter = self
-
-    def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        device_bytes = self.live_bytes - self.streams.host_bytes - self.outside_bytes
-        self.device_peak_bytes = max(self.device_peak_bytes, device_bytes)
-        return out
-
-
-@pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("share", [0.7, pytest.param(0.9, marks=pytest.mark.slow)])
-def test_bytes_on_the_device_are_the_predicted_ones(name: str, share: float) -> None:
-    """The most that tensors hold in a step, what is on the host left out; copies as late and as early as can be."""
-    for seed in (None, 0):
-        net, sample = planned(name, share, seed)
-        plan = memplan.plan_of(net)
-        assert plan is not None
-        at_home = {v.name for v in plan.problem.graph.values if v.fetched}
-        on_host = storage_bytes([p for n, p in net.named_parameters() if n in at_home])
-        streams = CountingStreams(seed)
-        planned_forward(net).steps[0].runner.store.transfers._streams = streams  # type: ignore[union-attr]
-        with DeviceMeter(streams, on_host) as meter:
-            meter.register([list(net.parameters()), list(net.buffers()), sample])
-            output = call(net, sample)
-            turn = plan.schedule.index(Boundary())
-            assert meter.device_peak_bytes == max(live_peaks(plan)[:turn])
-            slab_bytes = place_host_copies(plan.problem.graph, plan.schedule).pinned_bytes
-            assert streams.host_bytes == slab_bytes <= plan.host_bytes
-            if getattr(output, "loss", None) is None:
-                continue  # what the loss makes outside of the model is no part of the plan
-            output.loss.backward()
-        assert meter.device_peak_bytes == max(live_peaks(plan))
-
-
-def live_peaks(plan: memplan.Plan) -> list[int]:
-    """The most that tensors hold during each step, kernel scratch left out."""
-    costs = replace(plan.problem.costs, scratch_bytes=(0,) * len(plan.problem.graph.ops))
-    graph = replace(plan.problem.graph, rng_state_bytes=0)
-    return list(simulate(replace(plan.problem, costs=costs, graph=graph), plan.schedule).peak_bytes_at)
-
-
-class Interrupted(Exception):
-    pass
-
-
-@pytest.mark.parametrize("where", ["forward", "backward", "host memory"])
-def test_what_goes_wrong_in_a_step_loses_no_weight(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, sample = MODELS["handmade"](0)
-    net, _ = planned("handmade", 0.7, 0)
-    before = copy.deepcopy(net.state_dict())
-    calls = 0
-
-    def failing(*arguments: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == (1 if where == "host memory" else 3):
-            raise MemoryError if where == "host memory" else Interrupted
-        return original(*arguments)  # type: ignore[arg-type]
-
-    name = "pinned" if where == "host memory" else "copy"
-    original = getattr(FakeStreams, name)
-    loss = loss_of(call(net, sample)) if where == "backward" else None
-    if where == "host memory":
-        planned_forward(net).steps[0].runner.store.transfers.slabs.clear()  # type: ignore[union-attr]
-    monkeypatch.setattr(FakeStreams, name, failing)
-    with pytest.raises((Interrupted, MemoryError)):
-        call(net, sample) if loss is None else loss.backward()
-    monkeypatch.undo()
-    after = net.state_dict()
-    assert list(after) == list(before)
-    parameters = [n for n, _ in net.named_parameters()]
-    assert all(torch.equal(after[n], before[n]) for n in parameters)
-    net.load_state_dict(before)
-    net.zero_grad(set_to_none=True)
-    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
-
-
-def test_many_steps_grow_nothing_and_two_models_do_not_meet() -> None:
-    nets = [planned("handmade", 0.7, seed) for seed in (0, 1)]
-    plain, sample = MODELS["handmade"](0)
-    expected = run_steps(plain, sample, steps=20)
-    held: list[int] = []
-    for _ in range(2):
-        for net, _ in nets:
-            start = copy.deepcopy(net.state_dict())
-            if not held:
-                assert_same_bits(expected, run_steps(net, sample, steps=20))
-            else:
-                run_steps(net, sample, steps=20)
-            net.load_state_dict(start)
-            net.zero_grad(set_to_none=True)
-        all_transfers = [planned_forward(net).steps[0].runner.store.transfers for net, _ in nets]  # type: ignore[union-attr]
-        assert [t.allocations for t in all_transfers] == [1, 1]
-        assert [len(t.slabs) for t in all_transfers] == [1, 1]
-        held.append(sum(len(t._host) for t in all_transfers))
-    assert held[0] == held[1] == 2
-
-
-@pytest.mark.slow
-def test_a_thousand_steps() -> None:
-    net, sample = planned("handmade", 0.7, 0)
-    transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    for step in range(1000):
-        loss_of(call(net, sample)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        assert transfers.allocations == 1 and len(transfers._host) == 1, step
-
-
-@pytest.mark.parametrize("seed", [None, 0])
-def test_fake_copies_are_done_whichever_thread_waits_for_them(seed: int | None) -> None:
-    streams, source = EarlyStreams(seed), torch.ones(1 << 16, dtype=torch.uint8)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(1) as worker:
-            for _ in range(1000):
-                targets = [torch.empty_like(source) for _ in range(4)]
-                copies = [streams.copy("in", source, target) for target in targets]
-                done = [worker.submit(streams.finish, copy) for copy in copies]
-                for copy, target in zip(copies, targets, strict=True):
-                    streams.wait(copy)
-                    assert target.min() == 1
-                for future in done:
-                    future.result()
-    finally:
-        sys.setswitchinterval(interval)
-
-
-def test_removing_the_plan_frees_host_memory() -> None:
-    net, sample = planned("handmade", 0.7, 0)
-    loss_of(call(net, sample)).backward()
-    slab = weakref.ref(planned_forward(net).steps[0].runner.store.transfers.slabs[0])  # type: ignore[union-attr]
-    assert slab() is not None
-    memplan.remove(net)
-    gc.collect()
-    assert slab() is None
 
 
 def test_a_plan_with_copies_survives_a_file(tmp_path: Path) -> None:

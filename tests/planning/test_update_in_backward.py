@@ -26,10 +26,16 @@ from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
-from tests.planning.test_offload import CountingStreams, DeviceMeter, live_peaks, with_random_homes
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.meter import storage_bytes
-from tests.support.offloads import host_resident_bytes, place_copies
+from tests.support.offloads import (
+    CountingStreams,
+    DeviceMeter,
+    host_resident_bytes,
+    live_peaks,
+    place_copies,
+    with_random_homes,
+)
 from tests.support.parameters import quickly
 from tests.support.random_graphs import random_problems
 from tests.support.small import net_and_sample

@@ -22,11 +22,10 @@ from memplan.problem.simulate import simulate
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_keep_frozen import with_lasting
-from tests.planning.test_offload import PCIE, with_random_homes
 from tests.planning.test_update_in_backward import with_random_updates
 from tests.ranks.test_shards import FAST, with_random_shards
 from tests.solvers.test_solvers import CALM, some_orders
-from tests.support.offloads import place_copies
+from tests.support.offloads import PCIE, place_copies, with_random_homes
 from tests.support.random_graphs import StepBuilder, random_problems
 from tests.support.zoo import MODELS
 

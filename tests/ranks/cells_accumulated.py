@@ -18,7 +18,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.step import PlannedStep
 from tests.ranks.cells_agreement import rank, refused, told_by_all
 from tests.ranks.cells_models import NAMES, sharded_model
-from tests.ranks.cells_sharded import (
+from tests.ranks.sharded_models import (
     BF16,
     HOST,
     Made,

@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
-from tests.ranks import cells_sharded
+from tests.ranks import sharded_models
 from tests.ranks.spawn import Cell
 from tests.support.architectures import ARCHITECTURES
 from tests.support.plannings import plannings
@@ -173,7 +173,7 @@ def compare_contrastive(functional: bool) -> str | None:
             plan = memplan.plan_of(net)
             assert (plan is not None) == functional
             assert plan is None or bool(plan.recomputed) == (budget != 1.0)
-        runs.append(cells_sharded.train(DistributedDataParallel(net), batch))
+        runs.append(sharded_models.train(DistributedDataParallel(net), batch))
     return next((d for run in runs[1:] if (d := first_difference(runs[0], run, "result"))), None)
 
 

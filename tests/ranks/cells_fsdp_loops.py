@@ -21,7 +21,7 @@ import memplan
 from memplan.installed.planned_forward import planned_forward
 from tests.ranks.cells_agreement import rank, told_by_all
 from tests.ranks.cells_models import sharded_model
-from tests.ranks.cells_sharded import part_of, units
+from tests.ranks.sharded_models import part_of, units
 from tests.ranks.spawn import Cell
 from tests.support.accelerate_state import fresh_accelerate
 from tests.support.zoo import copied, first_difference, loss_of

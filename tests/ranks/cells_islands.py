@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import memplan
 from memplan.runtime.ranks import agreement
 from tests.ranks.cells_agreement import rank
-from tests.ranks.cells_sharded import held_in_step, part_of, slack_bytes, train
+from tests.ranks.sharded_models import held_in_step, part_of, slack_bytes, train
 from tests.ranks.spawn import Cell
 from tests.support.meter import plans_wait_for_gloo
 from tests.support.zoo import copied, first_difference

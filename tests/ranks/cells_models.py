@@ -1,6 +1,6 @@
 """Models of transformers, sharded in the ways that they are trained: `fully_shard`, HSDP, tensor and sequence parallel.
 
-Each is compared with the same training without plans (`cells_sharded.py`), and what it holds with what was predicted.
+Each is compared with the same training without plans (`sharded_models.py`), and what it holds with what was predicted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import memplan
 from tests.ranks.cells_agreement import rank
-from tests.ranks.cells_sharded import BF16, Made, sharded, train, unlike_predicted
+from tests.ranks.sharded_models import BF16, Made, sharded, train, unlike_predicted
 from tests.ranks.spawn import Cell
 from tests.support.meter import plans_wait_for_gloo
 from tests.support.zoo import first_difference

@@ -17,7 +17,6 @@ from memplan.integrations.pipelining import plan_stages
 from memplan.problem.schedule import Boundary
 from memplan.runtime.host import transfers as engine
 from memplan.runtime.host.streams import Streams
-from tests.planning.test_offload import CountingStreams, DeviceMeter
 from tests.ranks.cells_deepspeed_sections import attached
 from tests.ranks.cells_pipelines import (
     MICROBATCHES,
@@ -33,7 +32,7 @@ from tests.ranks.cells_pipelines import (
 )
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter
-from tests.support.offloads import host_resident_bytes
+from tests.support.offloads import CountingStreams, DeviceMeter, host_resident_bytes
 from tests.support.zoo import first_difference
 
 HOST = "1MiB"

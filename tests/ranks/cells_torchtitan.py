@@ -22,7 +22,7 @@ from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.step import PlannedStep
 from tests.ranks.cells_accumulated import gradients, reduces
 from tests.ranks.cells_agreement import refused
-from tests.ranks.cells_sharded import BF16, Net, ids_of, part_of, sharded
+from tests.ranks.sharded_models import BF16, Net, ids_of, part_of, sharded
 from tests.ranks.spawn import Cell
 from tests.support.zoo import copied, first_difference
 

@@ -33,13 +33,12 @@ from memplan.runtime.ranks import agreement
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes
 from memplan.solvers.orders.flat import flatten
-from tests.planning.test_offload import PCIE, assert_no_overlap, recounted
 from tests.ranks.cells_islands import WIDTH
 from tests.ranks.cells_islands import Net as WithIslands
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.fake_shards import FakeShards
 from tests.support.meter import LiveMeter
-from tests.support.offloads import host_resident_bytes, place_copies
+from tests.support.offloads import PCIE, assert_no_overlap, host_resident_bytes, place_copies, recounted
 from tests.support.random_graphs import random_problems
 from tests.support.zoo import MODELS, assert_same_bits, call, copied, loss_of
 

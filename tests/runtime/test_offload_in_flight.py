@@ -29,20 +29,23 @@ from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import least_bytes, solve_offload
 from memplan.solvers.orders.flat import flatten
 from tests.planning.test_in_flight import Stage
-from tests.planning.test_offload import (
+from tests.solvers.test_solvers import CALM, SMALL, some_orders
+from tests.support.offloads import (
     FAST,
     PCIE,
     SLOW,
     CountingStreams,
     DeviceMeter,
+    EarlyStreams,
     Interrupted,
     calls_of,
+    host_resident_bytes,
     most_on_host,
+    place_copies,
     recounted,
+    settled,
     with_random_homes,
 )
-from tests.solvers.test_solvers import CALM, SMALL, some_orders
-from tests.support.offloads import EarlyStreams, host_resident_bytes, place_copies, settled
 from tests.support.random_graphs import llama_like, random_problems
 from tests.support.zoo import assert_same_bits, copied
 
