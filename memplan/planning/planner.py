@@ -45,6 +45,7 @@ from memplan.runtime.ranks.agreement import Share
 
 _Captured = Capture | UnsupportedModel
 _CaptureAgain = Callable[..., _Captured]
+_Found = tuple[Plan, Capture] | Refused
 
 
 class Planner:
@@ -92,26 +93,24 @@ class Planner:
         return self._with_advice(found, sample) if isinstance(found, Refused) else self._saying_more(*found)
 
     @once_more_where_results_differ
-    def _plan(self, sample: Sample | Call) -> tuple[Plan, Capture] | Refused:
-        capture = functools.partial(self._uncompiled, sample)
-        return self._planned(sample, capture(), capture)
+    def _plan(self, sample: Sample | Call) -> _Found:
+        capture = functools.partial(self._dry_capture, sample)
+        return self._fitting_plan(sample, capture(), capture)
 
     @once_more_where_results_differ
     def explore(self, sample: Sample | Call) -> tuple[Plan, ...] | Refused:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        captured = self._uncompiled(sample)
+        captured = self._dry_capture(sample)
         if isinstance(captured, UnsupportedModel):
             return captured
         curve = self._plans.curve(captured)
         return curve if isinstance(curve, Refused) else tuple(self._saying_more(plan, captured) for plan in curve)
 
-    def _uncompiled(self, sample: Sample | Call) -> _Captured:
+    def _dry_capture(self, sample: Sample | Call) -> _Captured:
         """A captured step that may never run. Where its costs are only estimated no kernels are compiled either."""
         return self.capturing.capture(sample, dry=self.settings.costs != "measure")
 
-    def _planned(
-        self, sample: Sample | Call, captured: _Captured, capture: _CaptureAgain
-    ) -> tuple[Plan, Capture] | Refused:
+    def _fitting_plan(self, sample: Sample | Call, captured: _Captured, capture: _CaptureAgain) -> _Found:
         """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed."""
         while isinstance(captured, Capture):
             if self.settings.budget != "min" or not self.capturing.checkpoint_islands(sample):
@@ -174,15 +173,15 @@ class Planner:
     def resized(self, step: PlannedStep, call: Call) -> PlannedStep | Refused:
         """Another step for calls of any size, from a search at the size of this one."""
         traced = at_sizes(step.capture.traced, step.numbers(call))
-        return self._sized(dataclasses.replace(step.capture, traced=traced, call=call))
+        return self._sized_step(dataclasses.replace(step.capture, traced=traced, call=call))
 
-    def _sized(self, captured: Capture) -> PlannedStep | Refused:
+    def _sized_step(self, captured: Capture) -> PlannedStep | Refused:
         """A step for calls of any size, with others beside it that suit longer and shorter calls."""
         given = () if self._given is None else self._without_search.at_other_sizes(captured, self._given)
         plans = given or self._plans.ladder(captured)
         if isinstance(plans, Refused):
             return plans
-        later = tuple(self._to_be_lowered(captured, plan) for plan in plans[1:])
+        later = tuple(self._unlowered(captured, plan) for plan in plans[1:])
         return dataclasses.replace(self._lowered(captured, plans[0]), others=later)
 
     def _step(
@@ -204,12 +203,7 @@ class Planner:
             captured = capture()
             if isinstance(captured, UnsupportedModel):
                 return self._unplanned.step(sample, known, captured)
-            found: PlannedStep | None = None  # by a plan that needs no search
-            if captured.traced.sizes is None and (share is None or self.settings.shards is None):
-                found = self._equal_step(captured, known)  # where what changed is of no concern to the step
-            if captured.traced.sizes is None and found is None and known and share is None:
-                plan = self._without_search.hurried(captured, known)
-                found = None if plan is None else self._lowered(captured, plan, plan.overhead > 0)
+            found = self._quick_step(captured, known, share)
         collective = next((op for op in captured.traced.graph.ops if op.is_collective), None)
         if collective is not None and share is None and self.capturing.trains_alone:
             return UnsupportedModel(  # other ranks may run collectives in another order
@@ -219,20 +213,20 @@ class Planner:
         if found is not None:
             return found
         if share is None:
-            step = self._searched(sample, captured, capture)
+            step = self._searched_step(sample, captured, capture)
             return self._or_unplanned(step, sample, known, captured.islands) if captured.islands else step
-        return self._lowered(captured, *self._shared(captured, known, share))
+        return self._lowered(captured, *self._shared_plan(captured, known, share))
 
-    def _searched(self, sample: Sample | Call, captured: Capture, capture: _CaptureAgain) -> PlannedStep | Refused:
+    def _searched_step(self, sample: Sample | Call, captured: Capture, capture: _CaptureAgain) -> PlannedStep | Refused:
         """The step of a capture, with plans from a search. capture: captures it once more."""
         of_one_size: _Captured = captured
         if captured.traced.sizes is not None:
-            step = self._sized(self.capturing.at_largest(captured))
+            step = self._sized_step(self.capturing.at_largest(captured))
             if not isinstance(step, BudgetInfeasible) or not captured.islands:
                 return step
             capture = functools.partial(capture, varying=Varying())
             of_one_size = capture()  # it has other ways to fit
-        found = self._planned(sample, of_one_size, capture)
+        found = self._fitting_plan(sample, of_one_size, capture)
         return found if isinstance(found, Refused) else self._lowered(found[1], found[0])
 
     def _or_unplanned(
@@ -261,12 +255,22 @@ class Planner:
             return step
         return other
 
+    def _quick_step(self, captured: Capture, known: Sequence[ServingStep], share: Share | None) -> PlannedStep | None:
+        """A step by the plan of an equal one, or else provisionally by a simple one."""
+        if captured.traced.sizes is not None or (share is not None and self.settings.shards is not None):
+            return None
+        equal = self._equal_step(captured, known)  # where what changed is of no concern to the step
+        if equal is not None or share is not None or not known:
+            return equal
+        plan = self._without_search.hurried(captured, known)
+        return None if plan is None else self._lowered(captured, plan, plan.overhead > 0)
+
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
         found = self._without_search.of_equal_step(captured, known)
         return None if found is None else self._lowered(captured, *found)
 
-    def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
+    def _shared_plan(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
         if self.settings.shards is not None:
             problem = lambda: self._problems.with_shards(self.placement.homed(captured))  # noqa: E731
@@ -304,10 +308,9 @@ class Planner:
         captured = capture()
         if isinstance(captured, UnsupportedModel):
             return captured
-        if captured.traced.sizes is None and self.settings.shards is None:
-            if (same := self._equal_step(captured, known)) is not None:
-                return same
-        return self._searched(call, captured, capture)
+        may_be_known = captured.traced.sizes is None and self.settings.shards is None
+        same = self._equal_step(captured, known) if may_be_known else None
+        return same or self._searched_step(call, captured, capture)
 
     def is_same(self, step: PlannedStep, call: Call, tangents: dict[int, Layout], backward: Autocast) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
@@ -358,11 +361,11 @@ class Planner:
 
     def _lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
-        step = self._to_be_lowered(captured, plan, provisional)
+        step = self._unlowered(captured, plan, provisional)
         _ = step.runner.programs  # which are made now
         return step
 
-    def _to_be_lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
+    def _unlowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The planned step, with programs that are made when it first runs."""
         captured = self.placement.homed(captured)  # the plan may have decided homes
         plan = self._saying_more(plan, captured)
