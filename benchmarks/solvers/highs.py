@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from memplan.problem.data import Problem
-from memplan.solvers.exact.incumbents import BlockBudget
+from memplan.solvers.exact.exact import BlockBudget
 from memplan.solvers.exact.whole_step import whole_step
 from memplan.solvers.orders.flat import flatten
 

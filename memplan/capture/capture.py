@@ -28,9 +28,9 @@ from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
-from memplan.capture.trace.escapes import MadeTensors, without_collections
 from memplan.capture.trace.islands import refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, RawTrace
+from memplan.capture.trace.stand_ins import MadeTensors, without_collections
 from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
 

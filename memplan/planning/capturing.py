@@ -17,8 +17,7 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions
-from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
-from memplan.capture.ops.places import Layout
+from memplan.capture.ops.layout import Layout, allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import FROM_DATA, DataSize, Dimension, Varying, all_sizes, without_numbers
 from memplan.capture.ops.ways import TakeBranches, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
@@ -33,7 +32,7 @@ from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.runtime.host.fetch import FetchedWhereUsed, MadeUpWhereUsed
-from memplan.runtime.program.checkpointed import checkpointing, layers_of
+from memplan.runtime.program.checkpointed import checkpointing, layers_of, may_be_checkpointed, noting_writes
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import ForwardFails, LocalCollectives, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
@@ -83,19 +82,22 @@ class Capturing:
         without, give the same bits and leave the same state. With other ranks no step runs: it would wait for them.
         """
         paths = [called for called in self._known.islands.callables if isinstance(called, str)]
-        found = list[str]()
+        found, written = list[str](), set[str]()
         for path in sorted(paths):  # the layers of a module, or else the module as a whole
-            found += [f"{path}.{layer}" for layer in layers_of(self._model.get_submodule(path))] or [path]
+            module = self._model.get_submodule(path)
+            found += [f"{path}.{layer}" for layer in layers_of(module)] or [path] * may_be_checkpointed(module)
         if not self.trains_alone or self._known.layers or not found or self._placement.host or self._known.compiled:
             return False
         call = self.call_of(sample)
 
-        def left(layers: Sequence[str]) -> tuple[Any, ...]:
-            step = functools.partial(checkpointing(self._model, layers, self.run), *call.variadic, **call.arguments)
+        def left(run: Forward) -> tuple[Any, ...]:
+            step = functools.partial(run, *call.variadic, **call.arguments)
             return contextvars.copy_context().run(unplanned_peak, self._model, call, step, 0).left
 
         try:
-            is_exact = left(found) == left(())
+            plain = left(noting_writes(self._model, found, self.run, written))
+            found = [path for path in found if path not in written]
+            is_exact = bool(found) and left(checkpointing(self._model, found, self.run)) == plain
         except Exception as error:  # the model's own, or of a device that is full
             log.info("no layers of islands are checkpointed, because %s", error)
             return False

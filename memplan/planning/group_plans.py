@@ -13,9 +13,9 @@ from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_memory
 from memplan.errors import MemplanError, Refused, or_raise
 from memplan.logs import log
+from memplan.planning.choosing import WithoutSearch
 from memplan.planning.plan_search import PlanSearch
 from memplan.planning.problems import Problems
-from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
 from memplan.plans.uneven import kind_of, sizes_of, widest
 from memplan.problem.data import Graph, Problem

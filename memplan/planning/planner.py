@@ -13,17 +13,18 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.places import Layout
+from memplan.capture.ops.layout import Layout
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
-from memplan.capture.trace.escapes import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
-from memplan.costs.libraries import make_workspaces, multiplies_matrices
+from memplan.capture.trace.stand_ins import without_collections
+from memplan.costs.optimizer import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
 from memplan.logs import log
 from memplan.planning.capturing import Capturing
+from memplan.planning.choosing import WithoutSearch
 from memplan.planning.group_plans import GroupPlans
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -32,7 +33,6 @@ from memplan.planning.problems import Problems
 from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
 from memplan.planning.unplanned_steps import UnplannedSteps
-from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan, first_difference, structure
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate

@@ -18,9 +18,8 @@ from memplan.capture.capture import Capture
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.sizes import Numbers
 from memplan.costs.estimate import estimate
-from memplan.costs.libraries import workspaces
 from memplan.costs.measure import measure
-from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
+from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory, workspaces
 from memplan.errors import UnsupportedModel
 from memplan.planning.homes import Movable, all_names, graph_with_homes, with_homes
 from memplan.planning.limits import Limits

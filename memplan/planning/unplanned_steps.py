@@ -13,13 +13,13 @@ from memplan.capture.capturable import model_device, refuse_wrappers
 from memplan.capture.ops.ways import Never, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.source_lines import first_line
-from memplan.costs.libraries import most_library_bytes
+from memplan.costs.optimizer import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, Refused, UnsupportedModel
 from memplan.logs import log
+from memplan.planning.choosing import unplanned_bytes
 from memplan.planning.problems import Problems
-from memplan.planning.without_search import unplanned_bytes
 from memplan.problem.data import Buffers
-from memplan.runtime.program.checkpointed import checkpointing, layers_of
+from memplan.runtime.program.checkpointed import checkpointing, layers_of, noting_writes
 from memplan.runtime.program.step import EagerStep, ServingStep
 from memplan.runtime.trial.unplanned_peak import UnplannedPeak, unplanned_peak
 from memplan.units import format_bytes
@@ -104,14 +104,14 @@ class UnplannedSteps:
             held_bytes += sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
         most_bytes = below_bytes - 1 - held_bytes
 
-        def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:
-            forward = checkpointing(self._model, layers, self._forward)
+        def measured(forward: Forward) -> tuple[int, UnplannedPeak]:
             found = contextvars.copy_context().run(unplanned_peak, self._model, call, forward, most_bytes)
             after_bytes = found.end_bytes + needs.step_bytes + around.after_bytes
             return held_bytes + max(found.peak_bytes, after_bytes), found
 
+        kinds, written = [layers_of(self._model), layers_of(self._model, 2)], set[str]()
         try:
-            plain_bytes, plain = measured(())
+            plain_bytes, plain = measured(noting_writes(self._model, set().union(*kinds), self._forward, written))
         except Exception as failure:
             if isinstance(failure, Refused):
                 return failure.with_traceback(None)
@@ -124,10 +124,10 @@ class UnplannedSteps:
             return refusal
         ways: dict[tuple[str, ...], int] = {(): plain_bytes}
         wanted_bytes = self._limits.known_bytes
-        for layers in dict.fromkeys((layers_of(self._model), layers_of(self._model, 2))):
+        for layers in dict.fromkeys(tuple(path for path in kind if path not in written) for kind in kinds):
             if layers and (wanted_bytes is None or min(ways.values()) > wanted_bytes):
                 with contextlib.suppress(Exception):  # of layers that can't be checkpointed
-                    peak_bytes, found = measured(layers)
+                    peak_bytes, found = measured(checkpointing(self._model, layers, self._forward))
                     if found.left == plain.left:
                         ways[layers] = peak_bytes
         least_bytes = min(ways.values())

@@ -12,10 +12,9 @@ from memplan.torch_private.devices import (
     float32_precisions, is_captured, is_out_of_memory, keep_busy, kept_by_blas, pytorch_allocates, requested_bytes,
     reserved_before, segments_expand, unallocated_bytes, user_records_blocks, wait_for_scaler_copies,
 )  # fmt: skip
-from memplan.torch_private.distributed import gloo_group, is_timeout, reduces_on_cpu, waits_end_within
-from memplan.torch_private.dtensors import (
-    as_returned, completed, is_hook_of_dtensors, is_of_dtensors, is_sharded, is_wait, parallel_contexts, part_here,
-    ranks_of, spec_of, wait_for, with_spec,
+from memplan.torch_private.distributed import (
+    as_returned, completed, gloo_group, is_hook_of_dtensors, is_of_dtensors, is_sharded, is_timeout, is_wait,
+    parallel_contexts, part_here, ranks_of, reduces_on_cpu, spec_of, wait_for, waits_end_within, with_spec,
 )  # fmt: skip
 from memplan.torch_private.exchanged import exchanged, made_errors
 from memplan.torch_private.fsdp import FsdpUnit, is_hook_of_unit, tracing_units, units_of

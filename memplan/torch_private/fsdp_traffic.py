@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from memplan.errors import UnsupportedModel
-from memplan.torch_private.dtensors import part_here, spec_of, with_spec
+from memplan.torch_private.distributed import part_here, spec_of, with_spec
 from memplan.torch_private.tracing import outside_of_tracing
 
 _OPS = torch.ops._c10d_functional

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from memplan.torch_private.dtensors import is_of_dtensors
+from memplan.torch_private.distributed import is_of_dtensors
 
 _P = ParamSpec("_P")
 

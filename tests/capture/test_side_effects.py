@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.capture.trace.escapes import MadeTensors
+from memplan.capture.trace.stand_ins import MadeTensors
 from memplan.torch_private import FakeTensor
 from tests.support.parameters import quickly
 

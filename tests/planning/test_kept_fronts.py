@@ -17,7 +17,7 @@ import torch
 import memplan
 from memplan import cache
 from memplan.costs import known_costs
-from memplan.planning import kept_fronts, plan_search
+from memplan.planning import plan_search
 from memplan.solvers import Front, solve_front
 from tests.support.parameters import quickly
 from tests.support.zoo import MODELS, assert_same_bits, run_steps
@@ -34,7 +34,7 @@ def searches(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Front]:
         found.append(solve_front(*args, **keywords))
         return found[-1]
 
-    monkeypatch.setattr(kept_fronts, "kept", cache.kept)
+    monkeypatch.setattr(plan_search, "kept", cache.kept)
     monkeypatch.setattr(plan_search, "solve_front", search)
     return found
 
@@ -67,7 +67,7 @@ def test_a_front_that_is_read_is_the_one_that_was_found(searches: list[Front]) -
     planned()
     problem = dataclasses.replace(planned().problem, budget_bytes=None)
     (found,) = searches
-    again = kept_fronts.kept_front(problem, memplan.generate_config(), lambda: pytest.fail("searched"))
+    again = plan_search.kept_front(problem, memplan.generate_config(), lambda: pytest.fail("searched"))
     assert len(found.points) > 5
     assert (again.points, again.keep_all, again.bound) == (found.points, found.keep_all, found.bound)
 
@@ -95,7 +95,7 @@ def test_other_settings_are_searched_for(options: Any, searches: list[Front]) ->
 
 def test_other_solvers_search_again(searches: list[Front], monkeypatch: pytest.MonkeyPatch) -> None:
     planned()
-    monkeypatch.setattr(kept_fronts, "_digest_of_solvers", lambda: "others")
+    monkeypatch.setattr(plan_search, "_digest_of_solvers", lambda: "others")
     planned()
     assert len(searches) == 2
 
@@ -121,7 +121,7 @@ def test_a_budget_that_was_named_as_enough_stays_enough_with_other_costs(
     plan = planned(1.0, costs=memplan.Roofline(flops_per_s=1e9))
     for file in cost_cache.glob("front-*"):
         file.unlink()
-    found = kept_fronts.kept_front(
+    found = plan_search.kept_front(
         plan.problem, memplan.generate_config(), lambda: worse(plan.problem, memplan.Config())
     )
     assert found.floor.peak_bytes == floor_bytes == front.floor.peak_bytes

@@ -25,7 +25,8 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
-from memplan.costs import bench, libraries
+from memplan.costs import bench
+from memplan.costs import optimizer as beside
 from memplan.costs.bench import Bench
 from memplan.costs.optimizer import _example, host_update_s_per_byte, optimizer_memory
 from memplan.errors import or_raise
@@ -363,19 +364,19 @@ def test_workspaces_of_libraries_are_in_the_budget(monkeypatch: pytest.MonkeyPat
     multiplies = _traced(nn.Linear(4, 4), torch.randn(2, 4))
     elementwise = _traced(nn.PReLU(), torch.randn(2, 4))
     for kept in ((32 * MIB,), (32 * MIB, MIB)):  # PyTorch 2.11 has one for cuBLASLt, too
-        monkeypatch.setattr(libraries, "_kept", lambda device, kept=kept: kept)
+        monkeypatch.setattr(beside, "_kept", lambda device, kept=kept: kept)
         for measured in (False, True):
-            assert libraries.workspaces(multiplies, measured) == ()
-            assert libraries.workspaces(dataclasses.replace(multiplies, device=CUDA), measured) == 2 * kept
-            assert libraries.workspaces(dataclasses.replace(elementwise, device=CUDA), measured) == ()
-        assert libraries.most_library_bytes(CUDA) == 2 * sum(kept)
-    monkeypatch.setattr(libraries, "_kept", lambda device: ())  # they are scratch of each product
-    assert libraries.workspaces(dataclasses.replace(multiplies, device=CUDA), True) == ()
-    assert libraries.workspaces(dataclasses.replace(multiplies, device=CUDA), False) == (32 * MIB,)
+            assert beside.workspaces(multiplies, measured) == ()
+            assert beside.workspaces(dataclasses.replace(multiplies, device=CUDA), measured) == 2 * kept
+            assert beside.workspaces(dataclasses.replace(elementwise, device=CUDA), measured) == ()
+        assert beside.most_library_bytes(CUDA) == 2 * sum(kept)
+    monkeypatch.setattr(beside, "_kept", lambda device: ())  # they are scratch of each product
+    assert beside.workspaces(dataclasses.replace(multiplies, device=CUDA), True) == ()
+    assert beside.workspaces(dataclasses.replace(multiplies, device=CUDA), False) == (32 * MIB,)
     convolves = dataclasses.replace(_traced(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 8, 8)), device=CUDA)
-    assert libraries.workspaces(convolves, True) == ()
+    assert beside.workspaces(convolves, True) == ()
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    assert libraries.multiplies_matrices(convolves)
+    assert beside.multiplies_matrices(convolves)
 
 
 def test_the_size_of_a_workspace_is_what_pytorch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

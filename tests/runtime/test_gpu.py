@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan import torch_private as private
-from memplan.costs.libraries import most_library_bytes
+from memplan.costs.optimizer import most_library_bytes
 from tests.support.on_gpu import (
     ON_GPU,
     SLACK_BYTES,

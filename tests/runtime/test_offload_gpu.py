@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.costs.libraries import most_library_bytes
+from memplan.costs.optimizer import most_library_bytes
 from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.host.streams import CudaStreams
 from memplan.runtime.host.transfers import Transfers

@@ -16,8 +16,7 @@ from memplan.solvers.chain.expand import outside_of
 from memplan.solvers.chain.options import LocalBlock, localise
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exact.block import why_unsuited
-from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order, solve_grid
-from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
+from memplan.solvers.exact.exact import NO_LIMIT, BlockBudget, BlockSearch, BlockSolution, option_of_order, solve_grid
 from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import flatten, last_reads
 from memplan.solvers.orders.replay import sketch_of

@@ -17,9 +17,8 @@ from memplan.problem.data import Problem
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.exact import table as exact_table
 from memplan.solvers.exact.block import reverse, why_unsuited
-from memplan.solvers.exact.exact import BlockSearch, solve_grid
+from memplan.solvers.exact.exact import NO_LIMIT, BlockBudget, BlockSearch, solve_grid
 from memplan.solvers.exact.fuse import fused
-from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 from memplan.solvers.exact.space import NEVER, space_of
 from memplan.solvers.exact.table import table_of
 from memplan.solvers.exact.whole_step import whole_step

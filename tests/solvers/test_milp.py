@@ -15,7 +15,7 @@ from memplan.problem.schedule import BOUNDARY, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import solve_front
 from memplan.solvers.chain.options import LocalBlock
-from memplan.solvers.exact.incumbents import BlockBudget
+from memplan.solvers.exact.exact import BlockBudget
 from memplan.solvers.exact.whole_step import solve_step, whole_step
 from memplan.solvers.orders.flat import flatten
 from tests.support.configs import lower_bound

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from memplan.solvers.chain.options import LocalBlock
-from memplan.solvers.exact.exact import BlockSearch, BlockSolution
-from memplan.solvers.exact.incumbents import BlockBudget
+from memplan.solvers.exact.exact import BlockBudget, BlockSearch, BlockSolution
 
 
 def solve_block(block: LocalBlock, budget: BlockBudget) -> BlockSolution:

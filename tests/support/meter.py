@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memplan.capture.trace.escapes import without_collections
+from memplan.capture.trace.stand_ins import without_collections
 from memplan.runtime.program import collectives, lower
 from memplan.torch_private import part_here, run_in_mode
 from tests.support.zoo import Sample, call, loss_of

@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from memplan.solvers.chain.options import LocalBlock
-from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
+from memplan.solvers.exact.exact import NO_LIMIT, BlockBudget
 
 STATE = 10**6  # the kept generator state of op i is value STATE + i
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator
 from unittest import mock
 
-from memplan.planning import kept_fronts
+from memplan.planning import plan_search
 
 
 class _Noted(logging.Handler):
@@ -42,5 +42,5 @@ def searched_anew() -> Iterator[None]:
     def nothing(name: str) -> bytes:
         raise FileNotFoundError(name)
 
-    with mock.patch.object(kept_fronts, "kept", nothing):
+    with mock.patch.object(plan_search, "kept", nothing):
         yield

@@ -27,9 +27,8 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.code_facts import NamedOn, names_by_line
+from memplan.capture.attributes.code_facts import NamedOn, NamedTable, names_by_line
 from memplan.capture.attributes.named_state import NamedState, is_of_library
-from memplan.capture.attributes.named_table import NamedTable
 from memplan.capture.ops.ways import Never, Refusal
 
 _IN_ALL = "__dict__"

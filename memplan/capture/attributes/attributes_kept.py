@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.code_facts import NamedTable, items_of
 from memplan.capture.attributes.imports import ImportsHeard, as_before
 from memplan.capture.attributes.named_state import GENERATORS
-from memplan.capture.attributes.named_table import NamedTable, items_of
 from memplan.capture.attributes.snapshot import copied, is_unchanged
 from memplan.capture.attributes.tables import (
     ABSENT,

@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_arguments
 from memplan.capture.ops.layout import storage_key
 from memplan.torch_private import pytree
@@ -58,6 +59,31 @@ class KeptMemory:
         with private.outside_of_tracing():
             for storage, copy in self._copies.values():
                 storage.copy_(copy)
+
+
+class SeesWrites(private.RealOps):
+    """Calls `on_write(tensor)` before ops write to memory that was there before. made: keys of memory that was not.
+
+    wrote: whether any did.
+    """
+
+    def __init__(self, made: Iterable[int] = ()) -> None:
+        super().__init__()
+        self._made, self.wrote = set(made), False
+
+    def on_write(self, tensor: torch.Tensor) -> None:
+        self.wrote = True
+
+    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        hidden = [args[i] for i in op_facts.HIDDEN_WRITES.get(func, ((), 0))[0] if args[i] is not None]
+        for tensor in map(private.part_here, (*written_by(func, args, kwargs), *hidden)):
+            owns_memory = tensor.numel() and private.is_ordinary(private.plain(tensor))  # a wrapper has that of others
+            if owns_memory and storage_key(tensor) not in self._made:
+                self.on_write(tensor)
+        given = memory_of((args, kwargs))
+        result = self.run_op(func, args, kwargs)
+        self._made |= memory_of(result).keys() - given.keys()
+        return result
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:

@@ -37,8 +37,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.code_facts import NameChain, facts_of_code
-from memplan.capture.attributes.named_table import NamedTable, content_of, slots_of
+from memplan.capture.attributes.code_facts import NameChain, NamedTable, content_of, facts_of_code, slots_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _PACKAGES = frozenset({"site-packages", "dist-packages"})  # also the user's own, and those below a virtual environment
@@ -76,6 +75,7 @@ class NamedState:
 
     - tables: (title, table) of each namespace with names that count.
     - sets: attributes that it assigns, of any object. catches: it may catch errors.
+    - names_data: the user's own code does so with `.data` of something; autograd does not count writes through that.
     """
 
     def __init__(self, model: nn.Module, run: Callable[..., Any] | None = None) -> None:
@@ -91,7 +91,7 @@ class NamedState:
         self._modules = {id(module) for module in model.modules()}
         self._behind = set[int]()  # objects whose attributes were followed
         self._objects: list[Any] = [model]
-        self.sets, self.catches = set[str](), False
+        self.sets, self.catches, self.names_data = set[str](), False, False
         for module in model.modules():
             self._add_class(type(module))
         self._of_model = set(self._classes)  # whose attributes are looked at anyway
@@ -203,6 +203,8 @@ class NamedState:
         self._others |= facts.others if homes else facts.others | facts.own
         self.sets |= facts.sets
         self.catches |= bool(facts.catches)
+        owned = not _is_installed(function.__module__)
+        self.names_data |= owned and "data" in facts.others | facts.own | facts.sets
         for home in homes:  # what a method names by `self` or `cls`
             if home not in self._of_model:
                 self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
@@ -213,7 +215,6 @@ class NamedState:
         arguments = function.__code__.co_varnames[: function.__code__.co_argcount]
         defaults = dict(zip(reversed(arguments), reversed(function.__defaults__ or ())))
         self._name_held(function, f"{_DEFAULTS}{function.__qualname__}", defaults | (function.__kwdefaults__ or {}))
-        owned = not _is_installed(function.__module__)
         for name in vars(function):
             self._name(
                 id(vars(function)), f"attributes of {function.__qualname__}",
@@ -372,6 +373,11 @@ def is_library_code(thing: Any) -> bool:
 def is_own(kind: type) -> bool:
     """Whether a class is the user's own: of no library and of no installed package."""
     return not is_library_code(kind) and not _is_installed(kind.__module__)
+
+
+def own_modules() -> list[ModuleType]:
+    """The modules of the user's own files."""
+    return [m for name, m in [*sys.modules.items()] if not is_library_code(m) and not _is_installed(name)]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ import numpy as np
 from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.named_table import NamedTable, items_of
+from memplan.capture.attributes.code_facts import NamedTable, items_of
 from memplan.capture.attributes.tables import ABSENT, CHECKED_ELSEWHERE, CONTAINERS, PLAIN, Table, is_plain
 
 _MOST_COMPARED = 256  # values of a container that a global names

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.attributes.code_facts import NamedTable, items_of, slots_of
 from memplan.capture.attributes.named_state import NamedState, is_own
-from memplan.capture.attributes.named_table import NamedTable, items_of, slots_of
 
 Table = Mapping[str, Any]
 _T = TypeVar("_T")

@@ -31,11 +31,17 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
-from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_call import BackwardFacts, ForwardFacts, IslandCall, SizeRules, with_numbers
-from memplan.capture.ops.layout import storage_key
-from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
-from memplan.capture.ops.recorded_graph import RecordedGraph, Saver, bytes_for, graph_of, take_attributes, ticket_of
+from memplan.capture.ops.layout import Layout, Place, PlaceFinder, Source, mark_of, storage_key, whole
+from memplan.capture.ops.recorded_graph import (
+    Edges,
+    RecordedGraph,
+    Saver,
+    bytes_for,
+    graph_of,
+    take_attributes,
+    ticket_of,
+)
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
@@ -219,7 +225,7 @@ class Island(IslandCall):
         def unpack(place: int | torch.Tensor) -> torch.Tensor:
             return unpacked[place] if isinstance(place, int) else place
 
-        versions, copied = [t._version for t in tensors], {position for position, _ in self.in_place}
+        before, copied = [mark_of(t) for t in tensors], {position for position, _ in self.in_place}
         given = [copy_of(t) if i in copied and not self.needs[i] else t for i, t in enumerate(tensors)]
         records = any(self.needs)
         with self.around(), saved_tensors_hooks(pack, unpack):
@@ -231,15 +237,17 @@ class Island(IslandCall):
                 for i, tensor in zip(positions, views, strict=True):
                     given[i] = tensor
                 graph.begin = [get_gradient_edge(t) for t in views]
-            for tensor, attributes in zip(given, self.named(model), strict=True):
-                vars(tensor).update(attributes)
-            before = _attributes_of(given)
+            for tensor, own, named in zip(given, tensors, self.named(model), strict=True):
+                vars(tensor).update(named if tensor is not own else {})
+            attributes = _attributes_of(given)
             returned = self.call(module, self.static, *given)
+        if any(storage_key(g) != storage_key(t) for i, (g, t) in enumerate(zip(given, tensors)) if i not in copied):
+            raise Refusal(f"{self.title} exchanges the memory of a tensor that it is given (.data = ...)")
         outputs, spec = pytree.tree_flatten(returned)
         results = [o for o in outputs if isinstance(o, torch.Tensor)]
         if any(outputs[place] is not given[position] for position, place in self.in_place):
             raise self._other(f"{self.title} returns other tensors than in its first run")
-        if _attributes_of(given) != before or any(map(private.attributes_set_on, results)):
+        if _attributes_of(given) != attributes or any(map(private.attributes_set_on, results)):
             raise Refusal(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
@@ -253,7 +261,7 @@ class Island(IslandCall):
                 graph.diverted[i] = edges.divert(begin)  # its gradients are kept apart
         graph.uses = tuple(uses)
         take_attributes(graph, saver)
-        written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
+        written = {i for i, t in enumerate(tensors) if mark_of(t) != before[i]}
         late = written - (self.writes if self.looked_at else self.buffers)
         there = set() if not late or module is None or again else {*map(id, module.buffers())}  # and no copies
         if not late <= self.own or not there.issuperset(id(tensors[i]) for i in late):

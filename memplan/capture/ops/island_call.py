@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.ops.places import Layout, Place, Source
+from memplan.capture.ops.layout import Layout, Place, Source
 from memplan.capture.ops.sizes import Evaluation, Expression, Numbers, Size, expressions_in
 from memplan.torch_private import pytree
 

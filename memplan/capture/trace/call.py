@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.named_table import content_of
-from memplan.capture.ops.edges import Edges
+from memplan.capture.attributes.code_facts import content_of
+from memplan.capture.ops.recorded_graph import Edges
 from memplan.capture.ops.sizes import Expression, Numbers
 from memplan.errors import NothingToTrain, UnsupportedModel
 from memplan.torch_private import pytree
@@ -315,6 +315,13 @@ def shared_objects(model: nn.Module) -> list[Any]:
     return [model, *(v for v in held if hasattr(v, "__dict__") and not isinstance(v, torch.Tensor))]
 
 
+def nothing_to_train() -> NothingToTrain:
+    return NothingToTrain(
+        "no output of the model depends on a parameter or input that requires grad; there is nothing to plan. "
+        "Is the model frozen, or does forward run under no_grad?"
+    )
+
+
 def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
     """Outputs that backward is taken to start from: the loss where there is one, else everything differentiable.
 
@@ -328,10 +335,7 @@ def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[boo
     if not able:
         able, terms = terms or everything, []
     if not able:
-        raise NothingToTrain(
-            "no output of the model depends on a parameter or input that requires grad; there is nothing to plan. "
-            "Is the model frozen, or does forward run under no_grad?"
-        )
+        raise nothing_to_train()
     named = [i for i in able if template.names[i].strip(".[]'\"") == "loss"]
     if named:
         return named[:1]

@@ -26,11 +26,11 @@ from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
-from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import Island
 from memplan.capture.ops.island_call import numbers_in, with_numbers
 from memplan.capture.ops.island_ops import BACKWARD, FORWARD
-from memplan.capture.ops.places import Layout, Place
+from memplan.capture.ops.layout import Layout, Place
+from memplan.capture.ops.recorded_graph import Edges
 from memplan.capture.ops.ways import Calls, MakeIslands, Refusal
 from memplan.capture.trace.forwards import calls_exchanged
 from memplan.capture.trace.raw_trace import Autocast, modes_at

@@ -17,11 +17,11 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
-from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.generators import CountedRandom
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import OTHER_READS, Answer, AttributeRead, Guard, TraceNotes
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
+from memplan.capture.trace.stand_ins import MadeTensors
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 

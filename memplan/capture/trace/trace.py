@@ -21,16 +21,14 @@ from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory, results_forgotten
 from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.dataflow import Dataflow, draws, storage_of
-from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
-from memplan.capture.ops.layout import dense_stride, storage_key, strided_parts
-from memplan.capture.ops.places import Layout
+from memplan.capture.ops.layout import Layout, dense_stride, storage_key, strided_parts
+from memplan.capture.ops.recorded_graph import Edges
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Never, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate, differentiated_outputs
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
-from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
@@ -38,7 +36,7 @@ from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, Noted, RawTrace, TraceNotes
 from memplan.capture.trace.source_lines import first_line, line_of
-from memplan.capture.trace.stand_ins import StandIns
+from memplan.capture.trace.stand_ins import MadeTensors, StandIns
 from memplan.errors import UnsupportedModel
 
 
@@ -243,6 +241,7 @@ class _StepTrace:
             private.seeding_refused(seeding_itself),
             private.numbers_read_by_tensor(),
             stand_ins.watching(),
+            stand_ins.taken_for_real(),
             in_place_of_state(self._request.model, state),
         ):
             template = self._forward(*arguments)

@@ -20,6 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.kept_memory import SeesWrites, memory_of
+from memplan.capture.attributes.named_state import NamedState
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, held_in, is_plain
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
@@ -36,18 +38,48 @@ def layers_of(model: nn.Module, depth: int = 1) -> tuple[str, ...]:
     """Paths of the modules that lists of modules hold.
 
     - depth: how many lists are around a layer: 2 gives the blocks of stages. Layers without lists count too.
+
+    Those that `may_be_checkpointed`.
     """
 
     def within(module: nn.Module, path: str, left: int) -> list[str]:
         found = list[str]()
         for name, child in module.named_children():
             at = f"{path}.{name}" if path else name
-            is_layer = isinstance(module, _LISTS) and not isinstance(child, _LISTS[::2])
+            is_layer = isinstance(module, _LISTS) and not isinstance(child, _LISTS[::2]) and may_be_checkpointed(child)
             deeper = within(child, at, left - is_layer) if left > is_layer else []
             found += deeper or ([at] if is_layer else [])
         return found
 
     return tuple(within(model, "", depth))
+
+
+def may_be_checkpointed(module: nn.Module) -> bool:
+    """Whether a module may run again in backward, as far as the user's own code tells: it names no `.data`."""
+    return not NamedState(module).names_data
+
+
+def noting_writes(model: nn.Module, layers: Collection[str], forward: Forward, found: set[str]) -> Forward:
+    """The forward. Each run adds those of these layers to `found` that write to memory which they have not made.
+
+    Or that exchange the memory of their parameters and buffers (`.data = ...`).
+    """
+
+    def noted(path: str, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
+        before = memory_of([*module.parameters(), *module.buffers()])
+        with SeesWrites() as writes:
+            returned = forward(*args, **kwargs)
+        exchanged = memory_of([*module.parameters(), *module.buffers()]).keys() != before.keys()
+        found.update({path} if writes.wrote or exchanged else ())
+        return returned
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        modules = {path: model.get_submodule(path) for path in layers}
+        with forwards_exchanged({m: functools.partial(noted, p, m, m.forward) for p, m in modules.items()}):
+            return forward(*args, **kwargs)
+
+    return run
 
 
 def checkpointing(model: nn.Module, layers: Collection[str], forward: Forward) -> Forward:

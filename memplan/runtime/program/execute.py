@@ -21,7 +21,7 @@ from memplan.capture.analysis.gradients import routes_of_gradients
 from memplan.capture.capture import Capture
 from memplan.capture.key import switches_of_ops
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.places import Layout
+from memplan.capture.ops.layout import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
 from memplan.capture.trace.raw_trace import Autocast

@@ -21,7 +21,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import tensors_of
 from memplan.capture.ops.sizes import Expression, expressions_in, put
-from memplan.capture.trace.escapes import without_collections
+from memplan.capture.trace.stand_ins import without_collections
 from memplan.problem import schedule as steps
 from memplan.problem.packing import place_host_copies
 from memplan.problem.schedule import Schedule

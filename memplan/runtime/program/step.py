@@ -13,7 +13,7 @@ from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import Capture
 from memplan.capture.guards import OtherRead
 from memplan.capture.key import ModesKey, StepKey
-from memplan.capture.ops.places import Layout
+from memplan.capture.ops.layout import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.errors import MemplanError, Refused

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from memplan.capture.analysis.traced import Traced
-from memplan.capture.ops.places import Layout
+from memplan.capture.ops.layout import Layout
 from memplan.capture.ops.sizes import Evaluation, Numbers, TensorSizes, expressions_in
 from memplan.capture.trace.raw_trace import Autocast
 

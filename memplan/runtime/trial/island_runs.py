@@ -25,11 +25,10 @@ from memplan.capture.attributes.named_functions import NamedFunction
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, held_in, is_plain
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.edges import Edges, next_node
 from memplan.capture.ops.island import Island
 from memplan.capture.ops.island_call import SCRATCH_MARGIN_BYTES, ForwardFacts
-from memplan.capture.ops.layout import same_bits, storage_key, tensors_of
-from memplan.capture.ops.places import Layout, Place, Source
+from memplan.capture.ops.layout import Layout, Place, Source, same_bits, storage_key, tensors_of
+from memplan.capture.ops.recorded_graph import Edges, next_node
 from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import calls_exchanged, in_place_of_state, is_wholly_called
@@ -38,11 +37,10 @@ from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_l
 from memplan.capture.trace.raw_trace import Autocast, in_modes, modes_at
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
-from memplan.runtime.program.checkpointed import States, layers_checkpointed
+from memplan.runtime.program.checkpointed import States, layers_checkpointed, may_be_checkpointed
 from memplan.runtime.program.rng import StateKept, held_rng, restore_held_rng
-from memplan.runtime.trial.island_costs import WrittenArguments, measured_twice
 from memplan.runtime.trial.one_forward import is_collective
-from memplan.runtime.trial.unplanned_peak import KnownGenerators, generator_states
+from memplan.runtime.trial.unplanned_peak import KnownGenerators, WrittenArguments, generator_states, measured_twice
 from memplan.torch_private import pytree
 
 _RUNS = 12  # of a call that draws random numbers, to see how much it saves
@@ -87,7 +85,7 @@ class IslandRuns(private.RealOps):
         self._within = False
         # Numbers read from data, results whose shapes depend on data, writes to what forward has not made, collectives.
         self._noted = Counter[str]()
-        self._hidden: set[int] = set()  # buffers to which ops write without a word
+        self._hidden: set[int] = set()  # what ops write to, through `.data` too, or without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._inside = set[int]()  # memory that the running call is given, or has made
         self._behind: dict[int, Any] = {}  # other memory that it reads, or returns
@@ -112,6 +110,7 @@ class IslandRuns(private.RealOps):
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for tensor in written_by(func, args, kwargs):
+            self._hidden.add(storage_key(tensor))
             if storage_key(tensor) not in self._made:
                 self._memory.keep(tensor)
                 self._noted["writes"] += storage_key(tensor) not in {storage_key(b) for b in self._model.buffers()}
@@ -188,7 +187,8 @@ class IslandRuns(private.RealOps):
             repeats = alike = state_behind(code) is None
         else:
             hooks = [hook for inner in module.modules() for hook in private.hooks_on(inner)]
-            repeats, alike = not hooks, all(state_behind(hook) is None for hook in hooks)
+            repeats = not hooks and may_be_checkpointed(module)
+            alike = all(state_behind(hook) is None for hook in hooks)
         run = functools.partial(original, *args, **kwargs)
         return self._looked_at(called, path, arguments, call, run, kept, repeats, alike, module)
 
@@ -423,10 +423,14 @@ def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Modu
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
-    """Attributes of the parameters with these names, as far as no run can change them in place."""
+    """Attributes of the parameters with these names, as far as no run can change them in place.
+
+    By the first, `isinstance` takes what has it for a parameter.
+    """
     parameters = [None if name is None else model.get_parameter(name) for name in owners]
     named = [vars(p) if p is not None and private.is_ordinary(p) else {} for p in parameters]
-    return [{key: value for key, value in table.items() if is_plain(value)} for table in named]
+    plain = [{key: value for key, value in table.items() if is_plain(value)} for table in named]
+    return [table if p is None else {"_is_param": True, **table} for p, table in zip(parameters, plain, strict=True)]
 
 
 def _own_things(model: nn.Module) -> dict[int, Any]:

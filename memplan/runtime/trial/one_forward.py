@@ -17,8 +17,8 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.kept_memory import has_memory, written_by
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.edges import nodes_behind
 from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.recorded_graph import nodes_behind
 from memplan.capture.ops.ways import Refusal, RunsBackward, way_of
 from memplan.capture.trace.call import Call, Forward
 from memplan.capture.trace.forwards import calls_exchanged

@@ -1,24 +1,27 @@
-"""What a step as it is holds and leaves, by two runs of it on the sample. Such runs leave no trace."""
+"""What a step as it is holds and leaves, by runs on the sample that leave no trace; and what an island takes."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
-from memplan.capture.attributes.kept_memory import KeptMemory, memory_of, written_by
+from memplan.capture.attributes.kept_memory import KeptMemory, SeesWrites, has_memory, memory_of
 from memplan.capture.attributes.tables import held_in, is_plain
-from memplan.capture.ops import op_facts
-from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.layout import storage_key, strided_parts
-from memplan.capture.trace.call import Call, Forward, OutputTemplate, differentiated_outputs
+from memplan.capture.ops.island_call import IslandCost
+from memplan.capture.ops.layout import mark_of, same_bits, storage_key, strided_parts
+from memplan.capture.ops.recorded_graph import Edges
+from memplan.capture.trace.call import Call, Forward, OutputTemplate, differentiated_outputs, nothing_to_train
 from memplan.capture.trace.generators import python_generators, python_generators_kept, seed_all
 from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
@@ -67,7 +70,7 @@ def _set_aside(leaf: torch.Tensor, stack: contextlib.ExitStack) -> None:
     leaf.grad = None
 
 
-class WritesUndone(private.RealOps):
+class WritesUndone(SeesWrites):
     """Undoes writes to memory that was there before: of parameters, arguments, tensors in attributes, lists, closures.
 
     Copies memory as soon as an op is about to write to it; `undo` puts it back. made: tensors that are the run's own.
@@ -75,21 +78,13 @@ class WritesUndone(private.RealOps):
     """
 
     def __init__(self, model: nn.Module, made: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__(memory_of(list(made)))
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
-        self._made, self.memory = set(memory_of(list(made))), KeptMemory()
+        self.memory = KeptMemory()
 
-    def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        hidden = [args[i] for i in op_facts.HIDDEN_WRITES.get(func, ((), 0))[0] if args[i] is not None]
-        for tensor in map(private.part_here, (*written_by(func, args, kwargs), *hidden)):
-            owns_memory = tensor.numel() and private.is_ordinary(private.plain(tensor))  # a wrapper has that of others
-            if owns_memory and storage_key(tensor) not in self._made:
-                self.memory.keep(tensor)
-        given = memory_of((args, kwargs))
-        result = self.run_op(func, args, kwargs)
-        self._made |= memory_of(result).keys() - given.keys()
-        return result
+    def on_write(self, tensor: torch.Tensor) -> None:
+        self.memory.keep(tensor)
 
     def undo(self) -> None:
         for parameter, data, key in self._data:
@@ -139,7 +134,7 @@ def unplanned_peak(model: nn.Module, call: Call, forward: Forward, most_bytes: f
 
     - most_bytes: if a step holds more, how much more does not matter, and no step is run to find the most.
     """
-    meter, returned = LiveMeter(), list[Any]()
+    meter, returned, trained = LiveMeter(), list[Any](), list[bool]()
     with (
         nothing_kept(model, call, run=forward),
         AttributesKept(model, run=forward) as attributes,
@@ -165,13 +160,16 @@ def unplanned_peak(model: nn.Module, call: Call, forward: Forward, most_bytes: f
                 returned.append(bits_of(output))
                 with meter:
                     template = OutputTemplate(output, model)
-                    chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
+                    requires_grad = [t.requires_grad for t in template.tensors]
+                    chosen = differentiated_outputs(template, requires_grad) if any(requires_grad) else []
                     starts = [template.tensors[i] for i in chosen]
                     del output, template
                     others.look_behind(starts)
                     torch.clear_autocast_cache()  # backward runs after the context of autocast, whose end drops casts
-                    with torch.autocast(starts[0].device.type, enabled=False):
-                        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+                    for start in starts[:1]:  # none where all that trains was left out by chance
+                        with torch.autocast(start.device.type, enabled=False):
+                            torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+                trained.append(bool(starts))
             del starts
             return max(meter.peak_bytes, resident_bytes + grown[0])
 
@@ -190,6 +188,8 @@ def unplanned_peak(model: nn.Module, call: Call, forward: Forward, most_bytes: f
         for seed in range(10):
             if varies and with_margin() <= most_bytes:
                 peaks.append(step(seed))
+        if not any(trained):
+            raise nothing_to_train()
         return UnplannedPeak(resident_bytes, with_margin(), meter.live_bytes, left)
 
 
@@ -218,7 +218,7 @@ def bits_of(thing: Any) -> tuple[Any, ...]:
             bits = b"".join(part.view(torch.uint8).numpy().tobytes() for part in parts)
             found.append((leaf.dtype, tuple(leaf.shape), hashlib.blake2b(bits).digest()))
         else:
-            found.append(leaf if is_plain(leaf) else type(leaf))
+            found.append(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf if is_plain(leaf) else type(leaf))
     return tuple(found)
 
 
@@ -253,3 +253,62 @@ def _allocations(model: nn.Module) -> Iterator[list[int]]:
     yield grown
     torch.cuda.synchronize(device)
     grown[0] = private.requested_bytes(device)[1] - before
+
+
+def measured_twice(
+    run: Callable[[], list[torch.Tensor]], given: Sequence[torch.Tensor | None], device: torch.device
+) -> tuple[list[torch.Tensor], IslandCost, int]:
+    """Results and cost of one of the two ops, from two runs: one for memory, one for time. given: its inputs.
+
+    Last come the bytes that a run leaves behind and does not return: tensors in a closure that `ctx` has, for instance.
+    """
+    meter, record = LiveMeter(), private.MemoryRecord()  # which has what kernels allocate for themselves, too
+    meter.register(given)
+    before_bytes = meter.live_bytes
+    with record if device.type == "cpu" else contextlib.nullcontext(), meter:
+        results = run()
+    made_bytes = sum(t.untyped_storage().nbytes() for t in results)
+    peak_bytes = max(meter.peak_bytes - before_bytes, record.peak_bytes)
+    meter.register(results)
+    if meter.live_bytes > before_bytes + made_bytes:
+        gc.collect()
+    left_bytes = meter.live_bytes - before_bytes - made_bytes
+    del results
+    begin = time.perf_counter()
+    results = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    time_s = time.perf_counter() - begin
+    return results, IslandCost(time_s, max(0, peak_bytes - made_bytes)), left_bytes
+
+
+class WrittenArguments:
+    """Compares the arguments of a call with what they were. The copies lie in the CPU's memory, so none is on a GPU."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], given: int) -> None:
+        """Note what is there. tensors: the first `given` are arguments, each once."""
+        self._all, self._tensors = tensors, tensors[:given]
+        self._marks = list(map(mark_of, tensors))
+        self._copies = [t.detach().to("cpu", copy=True) if has_memory(t) else None for t in self._tensors]
+
+    @property
+    def seen(self) -> list[int]:
+        """Positions of tensors to which something was written, as autograd knows."""
+        return [i for i, (t, mark) in enumerate(zip(self._all, self._marks, strict=True)) if mark_of(t) != mark]
+
+    def unseen(self) -> frozenset[int]:
+        """Positions of arguments that have other contents, and autograd does not know of it."""
+        known = enumerate(zip(self._tensors, self._marks, self._copies))  # not of all
+        unseen = ((i, t, copy) for i, (t, mark, copy) in known if mark_of(t) == mark and copy is not None)
+        return frozenset(i for i, t, copy in unseen if not same_bits(t.cpu(), copy))
+
+    def returned(self, outputs: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+        """(argument, output) where the call writes to an argument, and returns it: see `Island.in_place`.
+
+        Arguments in whose memory other tensors lie, that are given or returned, are not among them.
+        """
+        there = [t for t in (*self._all, *outputs) if isinstance(t, torch.Tensor) and has_memory(t)]
+        keys = [storage_key(t) for t in there]
+        written = [i for i in self.seen if i < len(self._tensors)]
+        pairs = ((i, place) for i in written for place, output in enumerate(outputs) if output is self._tensors[i])
+        return tuple((i, place) for i, place in pairs if keys.count(storage_key(outputs[place])) == 2)

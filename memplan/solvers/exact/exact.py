@@ -1,7 +1,7 @@
 """Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
 
 `BlockSearch` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
-Incumbents come from minimum cuts and local search (`incumbents`), the certificate from branch and bound. Work is
+Incumbents come from minimum cuts and local search (`improved`), the certificate from branch and bound. Work is
 limited in nodes, never in seconds, so that an answer is the same on every machine. Where the limit is met, the answer
 has an incumbent, a lower bound and a gap.
 
@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +25,14 @@ from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.chain.options import measured as option_of
 from memplan.solvers.exact.block import Reversed, reverse, why_unsuited
 from memplan.solvers.exact.fuse import fused
-from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
 from memplan.solvers.exact.kernel import SearchResult, search
 from memplan.solvers.exact.moment_bound import least_after, windows
 from memplan.solvers.exact.space import NEVER, Cell, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
-from memplan.solvers.orders.flat import Ints
-from memplan.solvers.orders.replay import keep_all
+from memplan.solvers.orders.flat import Arrays, Ints
+from memplan.solvers.orders.replay import fill, keep_all, outcome
+from memplan.solvers.orders.rewrites import bring_down
+from memplan.solvers.search.neighbourhood import exchange
 
 _MOST_S = float("inf")
 _MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again
@@ -311,3 +314,70 @@ def _steps(low: int, high: int, parts: int) -> list[int]:
 def _bytes_of_steps(b: Reversed) -> list[int]:
     """What each step needs: its operands beside what no choice changes."""
     return [int(x) + int(b.size_bytes[b.step_reads.row(t)].sum()) for t, x in enumerate(b.step_bytes)]
+
+
+NO_LIMIT = 1 << 60
+_FREE = 1 << 50  # stands for no limit where bytes are added up
+_ROUNDS, _FILLS, _EXCHANGES, _WIDTH = 100, 8, 30, 6  # effort of each start
+
+
+class BlockBudget(NamedTuple):
+    """Bytes saved between the two parts and the peaks of both, as in `Option`."""
+
+    saved_bytes: int = NO_LIMIT
+    forward_peak_bytes: int = NO_LIMIT
+    backward_peak_bytes: int = NO_LIMIT
+
+    def admits(self, option: Option) -> bool:
+        return all(map(operator.le, option.figures[:3], self))
+
+    def within(self, other: BlockBudget) -> bool:
+        """Whether every option within these limits is within the other's."""
+        return all(map(operator.le, self, other))
+
+
+def limited(block: LocalBlock, budget: BlockBudget) -> tuple[Arrays, int]:
+    """Arrays whose orders peak within the returned limit just where they keep the budget."""
+    a = block.flat.arrays
+    limit = min(budget.backward_peak_bytes, _FREE)
+    scratch = a.scratch_bytes.copy()
+    scratch[: a.boundary] += limit - min(budget.forward_peak_bytes, 2 * _FREE)
+    scratch[a.boundary] = limit - min(budget.saved_bytes, 2 * _FREE) - block.incoming_bytes
+    return a._replace(scratch_bytes=scratch), limit
+
+
+def improved(block: LocalBlock, budget: BlockBudget, known: Mapping[tuple[int, ...], Option], tries: int) -> list[Ints]:
+    """Orders that keep the budget, from the most promising `tries` of those known; the best of them comes last.
+
+    known: orders and what they come to.
+    """
+    a, limit = limited(block, budget)
+    total_s = float(a.time_s.sum())
+
+    def score(option: Option) -> float:
+        over = max(
+            0,
+            option.saved_bytes - budget.saved_bytes,
+            option.forward_peak_bytes - budget.forward_peak_bytes,
+            option.backward_peak_bytes - limit,
+        )
+        return option.recompute_s + 3 * over / max(1, abs(limit)) * total_s
+
+    found: list[tuple[float, Ints]] = []
+    for start in sorted(known, key=lambda start: score(known[start]))[:tries]:
+        order = np.array(start, dtype=np.int64)
+        trial = fill(a, bring_down(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
+        peak, time_s = outcome(a, trial)
+        if peak <= limit and _forward_once(a, trial):
+            found.append((time_s, trial))
+    if not found:
+        return []
+    best = min(found, key=lambda entry: entry[0])[1]
+    better = exchange(a, best, limit, _EXCHANGES, _WIDTH)
+    return [best, better] if _forward_once(a, better) else [best]
+
+
+def _forward_once(a: Arrays, order: Ints) -> bool:
+    """Whether the forward part runs every op once, in order: a block's options have nothing else."""
+    n = a.boundary
+    return len(order) > n + 1 and order[n] == BOUNDARY and order[n + 1] == n and bool((order[:n] == np.arange(n)).all())

@@ -10,8 +10,7 @@ import numpy as np
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.chain.options import measured as option_of
 from memplan.solvers.exact.block import why_unsuited
-from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order
-from memplan.solvers.exact.incumbents import BlockBudget, improved
+from memplan.solvers.exact.exact import BlockBudget, BlockSearch, BlockSolution, improved, option_of_order
 from memplan.solvers.orders.flat import Flat, Ints, compressed
 from memplan.solvers.orders.replay import keep_all
 
