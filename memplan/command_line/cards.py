@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from memplan.command_line.described import Mistake, nearest
+from memplan.command_line.outcomes import Mistake, nearest
 from memplan.problem.data import Link, Roofline
 
 # Kernels reach less than a data sheet says, of arithmetic as of traffic. One share for all keeps cards comparable.

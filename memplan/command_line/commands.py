@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import memplan
 from memplan.command_line.demo import add_demo
-from memplan.command_line.described import MISTAKEN, Mistake, Outcome
 from memplan.command_line.doctor import add_clear_costs, add_doctor, add_warmup
+from memplan.command_line.outcomes import MISTAKEN, Mistake, Outcome
 from memplan.command_line.plan_command import add_audit, add_explore, add_plan, add_report
 from memplan.errors import InvalidPlanFile, MemplanError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memplan
-from memplan.command_line.described import DONE, MISTAKEN, Commands, Mistake, Outcome
+from memplan.command_line.outcomes import DONE, MISTAKEN, Commands, Mistake, Outcome
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import memplan
-from memplan.command_line.described import Commands, Outcome
+from memplan.command_line.outcomes import Commands, Outcome
 from memplan.logs import quiet, show_count
 from memplan.units import format_bytes
 

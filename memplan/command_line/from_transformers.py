@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from memplan.command_line import described
-from memplan.command_line.described import Described, Mistake, Wanted
+from memplan.command_line.described import Described, Wanted
+from memplan.command_line.outcomes import Mistake
 
 # What a type is trained as, where nobody says so; the first that transformers has for it.
 _TASKS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM", "CAUSAL_LM", "IMAGE_CLASSIFICATION")

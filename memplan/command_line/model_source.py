@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from memplan.command_line import described
-from memplan.command_line.described import Described, Mistake, Wanted, nearest
+from memplan.command_line.described import Described, Wanted
 from memplan.command_line.from_transformers import knows, names, transformers_step
+from memplan.command_line.outcomes import Mistake, nearest
 
 _T = TypeVar("_T")
 _NEXT = "let it return (model, sample) or (model, sample, loss_fn), as memplan.plan takes them"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memplan
-from memplan.command_line.described import DONE, NO_FIT, Commands, Mistake, Outcome
+from memplan.command_line.outcomes import DONE, NO_FIT, Commands, Mistake, Outcome
 from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count, device_budget_bytes
 from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.units import format_bytes, format_seconds

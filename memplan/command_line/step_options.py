@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from memplan.command_line.cards import ACHIEVED, Card, card_named, cards_named
-from memplan.command_line.described import Mistake
+from memplan.command_line.outcomes import Mistake
 from memplan.problem.budgets import budget_bytes_of, parsed
 from memplan.problem.data import Link
 from memplan.units import format_bytes, parse_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.command_line.cards import CARDS, card_named
-from memplan.command_line.described import Mistake
+from memplan.command_line.outcomes import Mistake
 
 
 @pytest.mark.parametrize(

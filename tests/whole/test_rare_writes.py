@@ -152,10 +152,25 @@ def test_a_forward_that_has_written_does_not_run_again() -> None:
 def test_backward_a_second_time_does_not_repeat_a_write() -> None:
     torch.manual_seed(0)
     net, batches = Net(RaisedByNumber), _batches()
-    memplan.apply(net, batches[0], "min")
+    memplan.apply(net, 0.01 * batches[0], 1 << 30)  # on which it does not write
     loss = net(10 * batches[0])
     loss.backward(retain_graph=True)
     scale = net.middle.scale.clone()
     with pytest.raises(RuntimeError, match="would give, or leave, something else"):
         loss.backward()
     assert torch.equal(net.middle.scale, scale)
+
+
+def test_backward_a_second_time_after_a_write_that_the_sample_has_shown() -> None:
+    torch.manual_seed(0)
+    plain, batches = Net(RaisedByNumber), _batches()
+    planned = copy.deepcopy(plain)
+    memplan.apply(planned, batches[0], "min")
+    for net in (plain, planned):
+        torch.manual_seed(1)
+        loss = net(10 * batches[0])
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same_bits(
+        *({**net.state_dict(), **{n: p.grad for n, p in net.named_parameters()}} for net in (plain, planned))
+    )

@@ -377,7 +377,8 @@ def is_own(kind: type) -> bool:
 
 def own_modules() -> list[ModuleType]:
     """The modules of the user's own files."""
-    return [m for name, m in [*sys.modules.items()] if not is_library_code(m) and not _is_installed(name)]
+    there = [(name, m) for name, m in [*sys.modules.items()] if isinstance(m, ModuleType)]
+    return [m for name, m in there if not is_library_code(m) and not _is_installed(name)]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -99,7 +99,7 @@ class StandIns:
     @contextlib.contextmanager
     def taken_for_real(self) -> Iterator[None]:
         """A context in which `type(x)` and `id(x)` in the user's own files are of the tensor that x stands for."""
-        real = self._real
+        real = dict(self._real)  # the class below is garbage that only a collection finds
 
         class Kind(type):
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -115,6 +115,7 @@ class StandIns:
             for module in own_modules():
                 here = {name: value for name, value in names.items() if name not in vars(module)}
                 stack.enter_context(private.exchanged(module, **here))
+            stack.callback(real.clear)
             yield
 
     def _looked_up(self, tensor: torch.Tensor) -> int:

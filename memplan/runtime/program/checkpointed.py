@@ -38,8 +38,6 @@ def layers_of(model: nn.Module, depth: int = 1) -> tuple[str, ...]:
     """Paths of the modules that lists of modules hold.
 
     - depth: how many lists are around a layer: 2 gives the blocks of stages. Layers without lists count too.
-
-    Those that `may_be_checkpointed`.
     """
 
     def within(module: nn.Module, path: str, left: int) -> list[str]:
@@ -60,10 +58,7 @@ def may_be_checkpointed(module: nn.Module) -> bool:
 
 
 def noting_writes(model: nn.Module, layers: Collection[str], forward: Forward, found: set[str]) -> Forward:
-    """The forward. Each run adds those of these layers to `found` that write to memory which they have not made.
-
-    Or that exchange the memory of their parameters and buffers (`.data = ...`).
-    """
+    """The forward, which adds those of the layers to `found` that write to what they have not made, or set `.data`."""
 
     def noted(path: str, module: nn.Module, forward: Forward, /, *args: Any, **kwargs: Any) -> Any:
         before = memory_of([*module.parameters(), *module.buffers()])
