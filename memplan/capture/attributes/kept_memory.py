@@ -62,9 +62,9 @@ class KeptMemory:
 
 
 class SeesWrites(private.RealOps):
-    """Calls `on_write(tensor)` before ops write to memory that was there before. made: keys of memory that was not.
+    """Sees ops write to memory that was there before them: notes it in `wrote`, or does what `on_write(tensor)` says.
 
-    wrote: whether any did.
+    made: keys of memory that may be written to.
     """
 
     def __init__(self, made: Iterable[int] = ()) -> None:

@@ -425,7 +425,7 @@ def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Modu
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
     """Attributes of the parameters with these names, as far as no run can change them in place.
 
-    By the first, `isinstance` takes what has it for a parameter.
+    `_is_param` is among them: with it a view is a parameter to `isinstance(w, nn.Parameter)`.
     """
     parameters = [None if name is None else model.get_parameter(name) for name in owners]
     named = [vars(p) if p is not None and private.is_ordinary(p) else {} for p in parameters]
