@@ -1,10 +1,10 @@
-"""What is on a device beside a step: what an optimizer holds and allocates, and workspaces of CUDA's libraries.
+"""What a device holds in addition to a step: an optimizer's memory, and workspaces of CUDA's libraries.
 
 An optimizer's step is run on fake tensors, which takes no memory. cuBLAS has a workspace for each thread and stream:
 the forward pass runs on the thread that calls the model, the backward pass on autograd's own thread, so there are two.
 They come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper. PyTorch
-2.11 gives cuBLASLt, which multiplies where a bias is added, one of 1 MiB beside it. From PyTorch 2.15 on they are
-scratch of each product instead, which measured costs have.
+2.11 gives cuBLASLt, which multiplies where a bias is added, 1 MiB more. From PyTorch 2.15 on they are scratch of each
+product instead, which measured costs have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process groups, and how long they wait for a rank."""
+"""Process groups, how long they wait for a rank, tensors sharded over ranks (DTensors), and collectives as ops."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What code names: globals, closure variables and methods that a function may read or write, read from its bytecode.
 
-For example
+A `NamedTable` has the values of such names, like the `__dict__` of an object. For example
 
     def forward(self, x):
         return helpers.scaled(x, CONFIG.scale) if self.small() else x * factor

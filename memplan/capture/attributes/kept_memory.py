@@ -62,10 +62,7 @@ class KeptMemory:
 
 
 class SeesWrites(private.RealOps):
-    """Sees ops write to memory that was there before them: notes it in `wrote`, or does what `on_write(tensor)` says.
-
-    made: keys of memory that may be written to.
-    """
+    """Calls `on_write` with tensors that were there before, when ops write to them. made: keys of other memory."""
 
     def __init__(self, made: Iterable[int] = ()) -> None:
         super().__init__()

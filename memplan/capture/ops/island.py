@@ -41,7 +41,7 @@ from memplan.capture.ops.recorded_graph import (
     graph_of,
     take_attributes,
     ticket_of,
-)
+)  # fmt: skip
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: in which storage, in how many bytes, with what strides. For fake tensors too."""
+"""How tensors lie in memory, fake ones too: storages, bytes, strides, and where in those of others (`Place`)."""
 
 from __future__ import annotations
 

@@ -257,7 +257,10 @@ def without_collections() -> Iterator[None]:
 
 
 class MadeTensors:
-    """The tensors that one or several traces of a step have made. It keeps none of them alive."""
+    """The tensors that traces have made. It keeps none alive: those that stay have escaped, to a list for instance.
+
+    After a planned step no tensor would be there.
+    """
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[torch.Tensor]] = []
