@@ -113,7 +113,7 @@ class Planner:
     def _fitting_plan(self, sample: Sample | Call, captured: _Captured, capture: _CaptureAgain) -> _Found:
         """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed."""
         while isinstance(captured, Capture):
-            if self.settings.budget != "min" or not self.capturing.checkpoint_islands(sample):
+            if not self.settings.wants_least or not self.capturing.checkpoint_islands(sample):
                 plan = self._plans.plan(captured)
                 if not isinstance(plan, BudgetInfeasible) or not self.capturing.checkpoint_islands(sample):
                     return plan if isinstance(plan, Refused) else (plan, captured)
@@ -242,7 +242,7 @@ class Planner:
         if isinstance(step, BudgetInfeasible):
             other = unplanned()
             return step if isinstance(other, Refused) else other  # the refusal says what a plan would need
-        if isinstance(step, Refused) or self.settings.budget != "min" or step.capture.traced.sizes is not None:
+        if isinstance(step, Refused) or not self.settings.wants_least or step.capture.traced.sizes is not None:
             return step
         calls = (k.target.island for k in step.capture.traced.kernels if isinstance(k.target, IslandKernel))
         if not any(i.varies and i.module and layers_of(self.model.get_submodule(i.module)) for i in calls):

@@ -76,7 +76,7 @@ class Settings:
         if self.most_on_host is not None:
             if not isinstance(parsed(self.most_on_host), int):
                 raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.most_on_host!r}")
-            if isinstance(self.budget, str) and parsed(self.budget) == SMALLEST:
+            if self.wants_least:
                 raise ValueError("budget='min' is without host_budget=: with it, the least is where all is on the host")
         _ = self.search, self.target_device  # raise where the arguments are wrong
         if type(self.in_flight) is not int or self.in_flight < 1:
@@ -129,6 +129,11 @@ class Settings:
     def capability(self) -> tuple[int, int] | None:
         """Compute capability of the CUDA device that a plan made on the CPU is for; None where it is for none."""
         return self.costs.capability if isinstance(self.costs, Roofline) else None
+
+    @property
+    def wants_least(self) -> bool:
+        """Whether the budget is "min", however it is spelt."""
+        return isinstance(self.budget, str) and parsed(self.budget) == SMALLEST
 
     @property
     def most_on_host(self) -> int | str | None:

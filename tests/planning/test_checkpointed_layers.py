@@ -131,10 +131,11 @@ def test_floors_are_low_and_bits_the_same(name: str) -> None:
     assert logs(net) == logs(planned)
 
 
-def test_it_is_told() -> None:
+@pytest.mark.parametrize("budget", ["min", " MIN "])
+def test_it_is_told(budget: str) -> None:
     torch.manual_seed(0)
     net, x = Net(Layers(Routed)), torch.randn(512, 16)
-    memplan.apply(net, x, "min", costs="estimate")
+    memplan.apply(net, x, budget, costs="estimate")
     plan = memplan.plan_of(net)
     assert isinstance(plan, memplan.Plan)
     assert "PyTorch checkpoints" in plan.islands[0]
