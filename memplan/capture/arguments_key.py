@@ -155,7 +155,7 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     try:
-        return a is b or bool(a == b)
+        return a is b or (repr(a) == repr(b) if type(a) is float else bool(a == b))  # 0.0 is equal to -0.0
     except Exception:  # an argument of a type that can't be compared is not the same
         return False
 

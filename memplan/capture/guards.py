@@ -176,7 +176,7 @@ class Guards:
             if isinstance(then, tuple):
                 same = len(value) == len(then) and all(m in (None, n) for n, m in zip(value, then, strict=True))
             else:
-                same = then is None or value == then
+                same = then is None or repr(value) == repr(then)  # 0.0 is equal to -0.0
             if not same:
                 yield place, guard, value
 

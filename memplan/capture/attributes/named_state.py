@@ -21,10 +21,11 @@ from __future__ import annotations
 import argparse
 import functools
 import inspect
+import numbers
 import random
 import sys
 import threading
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -47,8 +48,11 @@ _CODE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property,
     functools.cached_property, functools.partial,
 )  # fmt: skip
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
-_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, ContextVar)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray, UserDict, UserList, ChainMap)
+_NAMESPACES = (
+    SimpleNamespace, argparse.Namespace, threading.local, threading.Event, ContextVar, torch.optim.Optimizer,
+)  # fmt: skip
+_NUMBERS = (numbers.Number, range, slice)  # those of NumPy too
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _GLOBALS, _DEFAULTS = "globals of ", "defaults of "
 _MOST = 256  # values of a container that are looked at for functions
@@ -285,8 +289,9 @@ class NamedState:
         if isinstance(value, type):
             if not is_library_code(value):
                 self._add_class(value)
-                if attributes and value not in self._of_model:
-                    self._name_attributes(value, {attributes[0]} & {n for k in value.__mro__ for n in vars(k)})
+                if value not in self._of_model:  # under another name, any attribute may be read
+                    there = {n for kind in value.__mro__ if kind is not object for n in vars(kind)}
+                    self._name_attributes(value, there & set(attributes[:1]) if attributes else there)
             return
         self._reach_code(value)
 
@@ -350,7 +355,7 @@ def _counts(value: Any, owned: bool) -> bool:
 
     owned: a file of the user names it. Objects of installed packages have caches, and are taken to stay, too.
     """
-    if isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None))):
+    if isinstance(value, (*_NUMBERS, str, torch.Tensor, torch.dtype, type(None))):
         return True
     kinds = (*_CONTAINERS, *_NAMESPACES, *GENERATORS, nn.Module)
     return owned and not isinstance(value, _CODE) and (isinstance(value, kinds) or is_own(type(value)))

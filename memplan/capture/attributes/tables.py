@@ -9,6 +9,7 @@ code names (`named_state`). For example, the model `m` with `m.config.scale = 2`
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -104,7 +105,7 @@ def attribute_owners(
                 classes.update(dict.fromkeys(type(thing).__mro__))
     pending = [*classes]
     while pending:
-        if not (kind := pending.pop()).__module__.startswith(_OF_PYTHON):
+        if not f"{(kind := pending.pop()).__module__}.".startswith(_OF_PYTHON):
             title = f"class {kind.__module__}.{kind.__qualname__}"
             found.append((title, kind))
             for key, value in vars(kind).items() if is_own(kind) else ():
@@ -117,36 +118,38 @@ def attribute_owners(
 
 
 def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """Objects with attributes of their own that are reached from an attribute, through containers too."""
-    if depth == 0 or isinstance(value, (*PLAIN, type, torch.Tensor, np.ndarray)) or id(value) in seen:
+    """Objects with attributes of their own that are reached from an attribute, through containers too.
+
+    Containers and tensors can be such objects: those of a user's class, and others that have attributes now.
+    """
+    unlooked = (*PLAIN, *_CODE, type, nn.Parameter, private.FakeTensor, np.ndarray)
+    if depth == 0 or isinstance(value, unlooked) or id(value) in seen:
         return
     seen.add(id(value))
+    children: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         children = [(f"{path}[{k!r}]", v) for k, v in items_of(value) if type(v) not in OF_NO_PARTS]
-    elif isinstance(value, (list, tuple, deque)):
+        children += [(f"{path} key {i}", k) for i, k in enumerate(dict.keys(value)) if type(k) not in OF_NO_PARTS]
+    elif isinstance(value, (list, tuple, deque, set, frozenset)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in OF_NO_PARTS]
+    elif isinstance(value, weakref.ref):
+        children = [(f"{path}()", value())]
     elif isinstance(value, nn.Module):  # one that a list hides from the model
-        children = []
         for name, inner in value.named_modules(prefix=path):
             if inner is value or id(inner) not in seen:
                 seen.add(id(inner))
                 yield name, inner
                 children += [(f"{name}.{k}", v) for k, v in vars(inner).items() if k not in CHECKED_ELSEWHERE]
     elif isinstance(value, ContextVar):
-        table = NamedTable.of_context(value)
-        yield path, table
+        yield path, (table := NamedTable.of_context(value))
         children = [(f"{path}.get()", v) for v in table.values()]
-    elif not isinstance(value, _CODE) and (slots := slots_of(value)):
-        table = NamedTable.of_slots(value, slots)
-        yield f"{path} (slots)", table
-        if isinstance(getattr(value, "__dict__", None), dict):
-            yield path, value
-        children = [(f"{path}.{k}", v) for k, v in (*table.items(), *getattr(value, "__dict__", {}).items())]
-    elif not isinstance(value, _CODE) and isinstance(getattr(value, "__dict__", None), dict):
+    elif slots := slots_of(value):
+        yield f"{path} (slots)", (table := NamedTable.of_slots(value, slots))
+        children = [(f"{path}.{k}", v) for k, v in table.items()]
+    own = None if isinstance(value, nn.Module) else getattr(value, "__dict__", None)
+    if isinstance(own, dict) and (own or is_own(type(value)) or not isinstance(value, (*CONTAINERS, torch.Tensor))):
         yield path, value
-        children = [(f"{path}.{k}", v) for k, v in vars(value).items()]
-    else:
-        return
+        children += [(f"{path}.{k}", v) for k, v in own.items()]
     for name, child in children:
         yield from _objects(child, name, seen, depth - 1)
 
