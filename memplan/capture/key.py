@@ -77,6 +77,7 @@ class StepKey:
         self._guards: Guards | None = None
         self._sizes: Sizes | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
+        self._constants: tuple[torch.Tensor, ...] = ()  # that forward reads: no parameters, buffers or arguments
         self._tensor_reads: Mapping[tuple[str, str], Any] = {}
         self._written: tuple[str, ...] = ()
         self._beside: dict[str, str] = {}
@@ -116,7 +117,7 @@ class StepKey:
         written = [traced.residents[n] for v in taken for n in traced.roots.get(v, ()) if n in traced.residents]
         self._written = tuple("argument " * (one.kind == "input") + one.name for one in written)
         self._beside = self._beside_written(call)
-        self._attribute_reads = tuple(raw.attribute_reads)
+        self._attribute_reads, self._constants = tuple(raw.attribute_reads), tuple(traced.constants.values())
         self._sizes = traced.sizes
         if traced.sizes is not None:
             self.arguments.generalise(traced.sizes, self.numbers)
@@ -245,6 +246,8 @@ class StepKey:
 
     def _state_changed(self) -> str | None:
         """What differs about parameters and buffers. The third call with the same ones is checked by PyTorch's code."""
+        if any(tensor.requires_grad for tensor in self._constants):
+            return "a tensor that is neither parameter, buffer nor argument requires grad now"
         tensors = [get(leaf) for get, leaf in self._gets]
         there, ids = [t for t in tensors if t is not None], list(map(id, tensors))
         same, self._seen_ids = ids == self._seen_ids, ids
@@ -336,7 +339,7 @@ class StepKey:
                 return OtherRead(f"{name}.{key}", why, of_shape=False)
         for read in self._attribute_reads:
             value = getattr(self._model.get_submodule(read.module), read.key).item()
-            if value != read.value:
+            if repr(value) != repr(read.value):  # 0.0 is equal to -0.0
                 text = f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
                 return OtherRead(line_of_place(read.where), text, of_shape=False)
         return None if self._guards is None else self._guards.changed(call, self._model.get_buffer)

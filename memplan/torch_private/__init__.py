@@ -44,6 +44,6 @@ from memplan.torch_private.tensors import (
 from memplan.torch_private.tracing import (
     DATA_DEPENDENT_ERRORS, READ_DEVICE, READ_SCALAR, TRACING, Recording, beneath_compiled, boxed, compiled_aside,
     higher_order_ops_refused, is_call_of_compiled_code, is_compiled, leave_out, not_tracing_for_transformers,
-    numbers_read_by_tensor, outside_of_tracing, runs_compiled, seeding_refused, someone_traces, trace_with_fakes,
+    numbers_read_by_ops, outside_of_tracing, runs_compiled, seeding_refused, someone_traces, trace_with_fakes,
     tracer_constants, tracer_graph, tracer_node, uncompiled, with_layout,
 )  # fmt: skip

@@ -160,8 +160,8 @@ class _OfPart(torch.autograd.Function):
 
 
 def is_wait(op: Any) -> bool:
-    """Whether an op waits for a collective that another op has begun."""
-    return str(op).startswith("_c10d_functional.wait_tensor")
+    """Whether an op waits for a collective that another op has begun, or wraps its result to be waited for."""
+    return str(op).startswith(("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor"))
 
 
 def completed(collective: Any, *args: Any, **kwargs: Any) -> Any:

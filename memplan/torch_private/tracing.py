@@ -311,9 +311,10 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
         yield
 
 
-def numbers_read_by_tensor() -> contextlib.AbstractContextManager[None]:
-    """A context in which `torch.tensor` of a list of fake tensors reads their numbers, as it does of other tensors."""
-    original, trace = torch.tensor, get_proxy_mode()
+@contextlib.contextmanager
+def numbers_read_by_ops() -> Iterator[None]:
+    """A context in which ops read numbers: for `torch.tensor` of a list of fake tensors, and for `tolist` of others."""
+    original, trace, listed = torch.tensor, get_proxy_mode(), torch.Tensor.tolist
 
     @functools.wraps(original)
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -326,7 +327,13 @@ def numbers_read_by_tensor() -> contextlib.AbstractContextManager[None]:
         read = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return original(pytree.tree_unflatten(read, spec), *args, **kwargs)  # type: ignore[arg-type]
 
-    return exchanged(torch, tensor=tensor)
+    def tolist(tensor: torch.Tensor) -> Any:
+        if get_proxy_mode() is not trace or isinstance(tensor, FakeTensor):
+            return listed(tensor)
+        return [tolist(part) for part in tensor] if tensor.dim() else tensor.item()
+
+    with exchanged(torch, tensor=tensor), exchanged(torch.Tensor, tolist=tolist):
+        yield
 
 
 def higher_order_ops_refused(refuse: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.dataflow import Dataflow, draws, storage_of
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import Layout, dense_stride, storage_key, strided_parts
-from memplan.capture.ops.recorded_graph import Edges
+from memplan.capture.ops.recorded_graph import Edges, graph_behind
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.ops.ways import MakeIslands, Never, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
@@ -239,7 +239,7 @@ class _StepTrace:
         stand_ins = StandIns(parts, dict(zip(call.names, given, strict=True)), arguments, real)
         with (
             private.seeding_refused(seeding_itself),
-            private.numbers_read_by_tensor(),
+            private.numbers_read_by_ops(),
             stand_ins.watching(),
             stand_ins.taken_for_real(),
             in_place_of_state(self._request.model, state),
@@ -266,6 +266,7 @@ class _StepTrace:
             if leaf is not leaves.get(name, leaf):
                 raise UnsupportedModel(f"forward exchanges the parameter {name}; a planned step would not")
         template = OutputTemplate(output, request.model)
+        notes.recorded = graph_behind(template.tensors)
         for found in request.left():
             template.add_attribute(*found)
         if template.out_of_reach:
