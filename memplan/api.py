@@ -296,8 +296,8 @@ def plan_or_refusal(model: nn.Module, sample: Sample, budget: BudgetLike | None,
 def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
-    Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
-    keep_frozen. With a host budget, which is the same for all points, they may offload.
+    Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards,
+    keep_frozen and on_infeasible. With a host budget, which is the same for all points, they may offload.
     """
     refuse_no_module(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")

@@ -15,6 +15,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions
 from memplan.capture.ops.layout import Layout, allocated_bytes, generator_state_bytes
@@ -34,7 +35,7 @@ from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.runtime.host.fetch import FetchedWhereUsed, MadeUpWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of, may_be_checkpointed, noting_writes
 from memplan.runtime.ranks.sharded_model import ShardedModel
-from memplan.runtime.trial.one_forward import ForwardFails, LocalCollectives, OneForward, one_forward
+from memplan.runtime.trial.one_forward import ForwardFails, LocalCollectives, OneForward, first_difference, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
 _CapturedFor = Callable[[Mapping[int, Layout] | None, Varying], Capture | UnsupportedModel]
@@ -45,8 +46,8 @@ _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than on
 class Capturing:
     """Captures the steps of one model.
 
-    - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
-      then captured with the branches that it took and the caches that it left.
+    - decides: forward is run on the sample where it branches on what it computes, and the step is captured with the
+      branches that it took.
     - grouped, trains_alone: whether other ranks plan the same steps. They do if parameters are sharded, too.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
@@ -61,6 +62,7 @@ class Capturing:
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._known = KnownIslands()
+        self._compared = set[Any]()  # ops of forwards that ran as they were traced
 
     def decide(self, decides: bool) -> None:
         """Capture from now on with, or without, the branches that a run of forward takes."""
@@ -233,6 +235,12 @@ class Capturing:
                 if isinstance(found, ForwardFails) and type(found.error) is type(cause):
                     raise found  # forward raises it without a plan too
             return captured
+        is_whole = settings.shards is None and not self._placement.host and not (varying or dry)
+        if is_real and is_whole and (other := self._other_ops(sample, captured)) is not None:
+            return UnsupportedModel(
+                f"forward goes another way in a trace than when it runs: on the sample it runs {other}. It may ask "
+                "what can't be answered for the tensors of a trace: `is`, `__class__`, weak references"
+            )
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
@@ -247,6 +255,23 @@ class Capturing:
         if self._settings.in_flight > 1:
             captured = captured.changed(with_others_in_flight)
         return self._placement.homed(captured)
+
+    def _other_ops(self, sample: Sample | Call, captured: Capture) -> str | None:
+        """How a run of forward differs from its trace, in words; None where it does not, or can't be compared."""
+        device, options = self._placement.device, captured.options
+        values, forward = captured.traced.graph.values, captured.traced.graph.ops[: captured.traced.graph.boundary]
+        ops = captured.traced.recorded, *((op.kind, *(values[v].name for v in op.inputs)) for op in forward)
+        elsewhere = device not in (None, model_device(self._model)) or options.capability is not None
+        if elsewhere or options.counted or ops in self._compared:  # counted: it has other masks
+            return None
+        self._compared.add(ops)  # at other sizes, too
+        with AttributesKept(self._model, run=self.run):
+            captured.left.put()
+            ran = self._look_at_forward(sample, self._known.islands, contextlib.nullcontext())
+        if isinstance(ran, OneForward):
+            return None if ran.ops is None else first_difference(captured.traced, ran.ops)
+        log.info("what forward runs is not compared with its trace, because %s", ran)
+        return None
 
     @property
     def run(self) -> Forward:

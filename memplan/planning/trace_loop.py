@@ -138,7 +138,7 @@ class TraceLoop:
                 caches.put()
                 again, cached = self._look_or_raise(), {(id(table), key): v for table, key, v in caches.values}
             plain = ((cached.get((id(table), key), v), v) for table, key, v in again.left.values if is_plain(v))
-            if again.outputs != first.outputs or not all(is_unchanged(before, now) for before, now in plain):
+            if not again.gives_as(first) or not all(is_unchanged(before, now) for before, now in plain):
                 raise self._cached  # a second run gives or leaves something else
             self._first = first
         with contextlib.nullcontext() if self._first is None else AttributesKept(self._model, run=self._run):

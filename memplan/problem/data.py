@@ -1,4 +1,4 @@
-"""What is to be planned, as plain frozen data: values, ops, their costs and a budget. No torch, no behaviour.
+"""What is to be planned, as plain frozen data: values, ops, their costs and a budget. No torch.
 
 A **value** is one storage's contents between two writes. Views are not values. An **op** is one node that launches a
 kernel. Every op of one training step stands in `Graph.ops` in the order in which eager PyTorch runs it: the forward

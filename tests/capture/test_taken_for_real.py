@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memplan
@@ -21,10 +24,12 @@ class Asks(nn.Module):
         self.inner, self.question = nn.Linear(8, 8), question
         self.register_buffer("scale", torch.ones(8))
         self.gains, self.ids, self.seen = {self.inner.weight: 2.0}, {id(self.inner.weight)}, {self.inner.weight}
+        self.known = [self.inner.weight]
+        self.weak = weakref.ref(self.inner.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.inner(x)) * self.scale
-        return (hidden if self.question(self, x) else hidden.detach() * 2).pow(2).mean()
+        return (hidden if self.question(self, x) else hidden.detach() * self.inner.bias).pow(2).mean()
 
 
 WHOLE: dict[str, Callable[[Asks, torch.Tensor], bool]] = {
@@ -44,18 +49,84 @@ UNPLANNED: dict[str, Callable[[Asks, torch.Tensor], bool]] = {
 }
 
 
-@pytest.mark.parametrize("question", [*WHOLE, *UNPLANNED])
+def _is_pickled(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(pickle.dumps(tensor))
+    except Exception:
+        return False
+
+
+# Nobody can answer these in a trace. A run of forward goes another way than its trace, which is noticed.
+OTHERWISE: dict[str, Callable[[Asks, torch.Tensor], bool]] = {
+    "is": lambda net, x: any(weight is net.inner.weight for weight in net.known),
+    "weak reference": lambda net, x: net.weak() is net.inner.weight,
+    "class": lambda net, x: x.__class__ is torch.Tensor and net.inner.weight.__class__ is nn.Parameter,
+    "attribute": lambda net, x: not hasattr(x, "fake_mode"),
+    "pickle": lambda net, x: _is_pickled(x.detach()),
+}
+
+
+@pytest.mark.parametrize("question", [*WHOLE, *UNPLANNED, *OTHERWISE])
 def test_questions_are_answered_as_in_eager(question: str) -> None:
     sample = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     nets = []
     for _ in range(2):
         torch.manual_seed(0)
-        nets.append(nn.Sequential(nn.Linear(8, 8), Asks((WHOLE | UNPLANNED)[question])))
+        nets.append(nn.Sequential(nn.Linear(8, 8), Asks((WHOLE | UNPLANNED | OTHERWISE)[question])))
     memplan.apply(nets[1], sample, "1GiB", costs="estimate")
     plan = memplan.plan_of(nets[1])
-    assert (plan is None) is (question in UNPLANNED) and (plan is None or not plan.islands)
+    assert (plan is None) is (question not in WHOLE) and (plan is None or not plan.islands)
     assert_same_bits(*(run_steps(net, sample, 3) for net in nets))
     assert nets[0][0].weight.grad is not None
+
+
+Way = Callable[["Chooses", torch.Tensor], torch.Tensor]
+_WAYS: dict[str, tuple[Way, Way]] = {  # with a tensor that forward knows, and with another
+    "a number": (lambda net, x: x * 2, lambda net, x: x * 3),
+    "a weight": (lambda net, x: x @ net.one, lambda net, x: x @ net.two),
+    "a buffer": (lambda net, x: x @ net.one * net.three, lambda net, x: x @ net.one * net.four),
+    "a gradient": (lambda net, x: x @ net.one, lambda net, x: x.detach() @ net.one),
+    "which gradient": (
+        lambda net, x: x.detach() @ net.one + x @ net.two,
+        lambda net, x: x @ net.one + x.detach() @ net.two,
+    ),
+    "an order": (lambda net, x: (x * 2).tanh() @ net.one, lambda net, x: x.tanh() * 2 @ net.one),
+    "what follows from a result": (lambda net, x: x.sin() + x.cos().exp(), lambda net, x: x.sin().exp() + x.cos()),
+    "which result": (lambda net, x: x * x.max(0)[0], lambda net, x: x * x.max(0)[1]),
+    "a part": (lambda net, x: x @ net.one[:4].t(), lambda net, x: x @ net.one[4:].t()),
+    "a shape": (lambda net, x: x.view(4, 32).cumsum(1), lambda net, x: x.view(32, 4).cumsum(1)),
+    "a transpose": (lambda net, x: x @ net.one, lambda net, x: x @ net.one.t()),
+    "nothing": (lambda net, x: x @ net.one, lambda net, x: x),
+    "a dtype": (lambda net, x: (x @ net.one).double(), lambda net, x: x @ net.one),
+    "draws": (lambda net, x: x @ net.one, lambda net, x: F.dropout(x @ net.one, 0.5)),
+    "a write": (lambda net, x: x @ net.one, lambda net, x: (x @ net.one).add_(net.three.add_(1))),
+}
+
+
+class Chooses(nn.Module):
+    """Goes one way with its own weight, and another way with any other tensor."""
+
+    def __init__(self, way: str, known: bool) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("three", torch.ones(8))
+        self.register_buffer("four", torch.full((8,), 2.0))
+        self.ways, self.known = _WAYS[way] if known else _WAYS[way][::-1], [self.one]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ways[not any(weight is self.one for weight in self.known)](self, x)
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("way", _WAYS)
+def test_another_way_than_in_the_trace_is_noticed(way: str, known: bool) -> None:
+    sample, nets = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), list[Any]()
+    for _ in range(2):
+        torch.manual_seed(0)
+        nets.append(nn.Sequential(nn.Linear(8, 8), Chooses(way, known), nn.Tanh()))
+    memplan.apply(nets[1], sample, "1GiB", costs="estimate")
+    assert memplan.plan_of(nets[1]) is None
+    assert_same_bits(*(run_steps(net, sample, 3) for net in nets))
 
 
 class Opaque(nn.Module):

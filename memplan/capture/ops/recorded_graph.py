@@ -97,6 +97,17 @@ def nodes_behind(starts: Iterable[Any], since: int = 0) -> Iterator[Any]:
                 pending.append(target)
 
 
+def graph_behind(tensors: Iterable[torch.Tensor]) -> int:
+    """A hash of the autograd graph behind tensors: names of its nodes, and which of their gradients go nowhere.
+
+    Where views were written to, nodes of one gradient are left out: in a trace they are others, for the same views.
+    """
+    nodes = nodes_behind(get_gradient_edge(t).node for t in tensors if t.requires_grad)
+    found = [(node.name(), *(target is None for target, _ in node.next_functions)) for node in nodes]
+    views = any(name == "torch::autograd::CopySlices" for name, *_ in found)
+    return hash(tuple(one for one in found if not views or len(one) != 2))
+
+
 _NUMPY_TYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")  # that PyTorch has
 _ALIGNED_BYTES = 512  # where tensors begin in a buffer
 _REFERENCES = 2  # that `sys.getrefcount(container[key])` counts where the container alone holds an object: its own too

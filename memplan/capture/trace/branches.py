@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.ops.ways import Refusal
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 
@@ -70,7 +71,10 @@ class _Differentiated:
                 f"{self.op} writes to a view, at {caller_line()}; how gradients pass it can't be seen. Write the "
                 "result to a tensor of its own"
             )
-        saved = [getattr(node, f"_saved_{name}") for name in self.saved]
+        try:
+            saved = [getattr(node, f"_saved_{name}") for name in self.saved]
+        except Refusal:  # forward runs without backward, and saves nothing
+            return result
         # A hook that knew its node would keep it alive.
         saved = [t.detach() if name == "result" else t for name, t in zip(self.saved, saved)]
         formula, place = self.formula, caller_line()
@@ -139,6 +143,7 @@ def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes > 0 and not private.is_transformed(x):
         aten._assert_async.msg((x >= 0).all(), "Class values must be non-negative.")
         aten._assert_async.msg((x < num_classes).all(), "Class values must be smaller than num_classes.")
+        return (x.unsqueeze(-1) == torch.arange(num_classes, dtype=x.dtype, device=x.device)).to(torch.int64)
     return aten.one_hot.default(x, num_classes)  # type: ignore[no-any-return]
 
 

@@ -127,6 +127,7 @@ class StepNotes:
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward. The
       gradient that is handed in for such an output is not all of it.
     - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
+    - recorded: a hash of the autograd graph behind what forward returns.
     """
 
     reassigned: dict[str, int] = field(default_factory=dict)
@@ -134,6 +135,7 @@ class StepNotes:
     summed: tuple[str, ...] = ()
     inner: dict[int, bool] = field(default_factory=dict)
     specs: dict[str, Any] = field(default_factory=dict)
+    recorded: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -33,7 +33,7 @@ class ShardedModel:
 
     takes_gradients = False
     attributes: tuple[str, ...] = ()
-    speed = GatherSpeed()  # not used: ops of the graph gather all parameters
+    speed = GatherSpeed()  # that there is one says that parameters are sharded; ops of the graph gather them
 
     def __init__(self, model: nn.Module, units: Sequence[private.FsdpUnit]) -> None:
         self._model = model

@@ -1,32 +1,47 @@
-"""Run forward once on the sample: what it reads from tensors, and what it leaves in the model."""
+"""Run forward once on the sample: what it reads from tensors, what it leaves in the model, and which ops it runs.
+
+A trace stands for forward where Python goes the same way on stand-ins as on real tensors. It does not if forward asks
+what can't be answered for a stand-in: `x is self.known[0]`, `x.__class__`, a weak reference to a parameter. So the ops
+of a run are compared with those of the trace: they have to be the same, on the same tensors.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.kept_memory import has_memory, written_by
 from memplan.capture.ops import op_facts
+from memplan.capture.ops.island_ops import FORWARD, IslandKernel
 from memplan.capture.ops.layout import storage_key, tensors_of
-from memplan.capture.ops.recorded_graph import nodes_behind
+from memplan.capture.ops.recorded_graph import graph_behind
 from memplan.capture.ops.ways import Refusal, RunsBackward, way_of
-from memplan.capture.trace.call import Call, Forward
+from memplan.capture.trace.branches import as_without_modes
+from memplan.capture.trace.call import Call, Forward, OutputTemplate
 from memplan.capture.trace.forwards import calls_exchanged
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.source_lines import lines_within, stack_depth
 from memplan.runtime.trial.unplanned_peak import bits_of, generators_of, nothing_kept
 from memplan.torch_private import pytree
+
+aten = torch.ops.aten
+
+# These compute nothing. Some are in a trace alone, which copies constants, and looks for shapes that depend on data.
+_COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten.nonzero.default)
+_NONE = (private.READ_SCALAR, private.READ_DEVICE, FORWARD)  # islands run their own ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +53,22 @@ class OneForward:
     - caches: the part of `left` that any first run would leave. It depends on shapes, and on buffers that no data
       reach, and not on parameters, inputs or random numbers.
     - written: names of parameters and buffers that it wrote to.
-    - outputs: bits of what it returned, states of generators then, and nodes of autograd.
+    - output: what it returned. states: of generators then.
+    - ops: what it ran outside of islands; None where an op raised an error, which forward caught.
     """
 
     answers: list[Answer]
     left: LeftBehind
     caches: LeftBehind
     written: frozenset[str]
-    outputs: tuple[Any, ...]
+    output: Any
+    states: tuple[Any, ...]
+    ops: OpsInOrder | None
+
+    def gives_as(self, other: OneForward) -> bool:
+        """Whether both runs gave the same bits, states of generators, and graph for backward."""
+        one, two = ((bits_of(f.output), f.states, f.ops and f.ops.recorded) for f in (self, other))
+        return one == two
 
 
 def one_forward(
@@ -62,7 +85,9 @@ def one_forward(
     Raises ForwardFails where forward raises.
     """
     with nothing_kept(model, call, run=run) as writes, nothing_saved(), AttributesKept(model, run=run) as attributes:
-        reads = NotedReads([*model.parameters(), *call.tensors])
+        inputs = ((f"input {name}", tensor) for name, tensor in zip(call.names, call.tensors, strict=True))
+        ops = OpsInOrder((*model.named_parameters(), *model.named_buffers(), *inputs))
+        reads = NotedReads([*model.parameters(), *call.tensors], ops)
         buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
         kept = {island.called: island.kept for island in islands.calls}
@@ -85,6 +110,7 @@ def one_forward(
             around or contextlib.nullcontext(),
             calls_exchanged(model, islands.callables, run_it),
             private.functions_applied_by(apply),
+            as_without_modes(),
             reads,
         ):
             try:
@@ -98,11 +124,13 @@ def one_forward(
         memory = {storage_key(tensor) for tensor in writes.memory.written}
         written = {n for n, p in model.named_parameters() if has_memory(p) and storage_key(p) in memory}
         written.update(name for name, buffer, version in buffers if buffer._version != version)
-        caches = LeftBehind([], []) if reads.of_data else caches
-        behind = nodes_behind(get_gradient_edge(t).node for t in tensors_of(output) if t.requires_grad)
-        ways = [(node.name(), *(target is None for target, _ in node.next_functions)) for node in behind]
-        outputs = (*bits_of(output), *generators_of(model, call), *ways)
-        return OneForward(reads.answers, left, caches, frozenset(written), outputs)
+        returned = OutputTemplate(output, model).tensors
+        # What it wrote to and returns is put back, so that runs can't be compared.
+        if reads.of_data or any(has_memory(t) and storage_key(t) in memory for t in returned):
+            caches = LeftBehind([], [])
+        ops.recorded = graph_behind(returned)
+        whole = None if reads.open_ops else ops
+        return OneForward(reads.answers, left, caches, frozenset(written), output, generators_of(model, call), whole)
 
 
 class ForwardFails(Exception):
@@ -142,10 +170,13 @@ class NotedReads(private.RealOps):
     - answers: the numbers. of_data: whether some come from tensors that depend on the data.
     - is_paused: reads are not noted.
     - reached: tensors that depend on the data.
+    - open_ops: how many ops have begun, and not ended.
     """
 
-    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+    def __init__(self, sources: Sequence[torch.Tensor], ops: OpsInOrder) -> None:
+        """ops: notes what runs, too."""
         super().__init__()
+        self._ops, self.open_ops = ops, 0
         self.answers: list[Answer] = []
         self.of_data = self.is_paused = False
         self.reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
@@ -155,7 +186,14 @@ class NotedReads(private.RealOps):
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is aten._ctc_loss.Tensor:  # a trace has it so
+            longest = self.on_op(private.READ_SCALAR, (self.on_op(aten.max.default, (args[3],), {}),), {})
+            return self.on_op(private.ctc_loss, (*args[:4], longest, *args[4:]), kwargs)
+        self.open_ops += 1
         result, is_read = self.run_op(func, args, kwargs), func is private.READ_SCALAR
+        self.open_ops -= 1
+        if not self.is_paused:
+            self._ops.note(func, args, kwargs, result)
         if is_read and not self.is_paused:
             self.answers.append(Answer(result, lines_within(self._depth)))
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -202,3 +240,78 @@ class LocalCollectives(private.RealOps):
         shape = (rows, *given.shape[1:]) if given.dim() else given.shape
         flat, count = given.reshape(-1), math.prod(shape)
         return flat.repeat(-(-count // max(1, flat.numel())))[:count].view(shape)
+
+
+class OpsInOrder:
+    """The ops of a forward pass that compute something.
+
+    - found: each op with its arguments. A tensor is its shape, its place in its memory, and where that comes from: a
+      name, or the op in `found` that made it, and as which of its results. Where that is not known, it is the dtype.
+    - recorded: a hash of the autograd graph behind what forward returned.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """named: parameters, buffers and inputs."""
+        self.found: list[tuple[Any, ...]] = []
+        self.recorded = 0
+        self._origins: dict[Any, Any] = {}  # by storage
+        for name, tensor in named:
+            self._made(tensor, name)
+
+    def note(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+        """Note an op that has run. False where it is none that computes something."""
+        if not isinstance(op, private.OpOverload) or op_facts.is_view(op) or op in _NONE or private.is_wait(op):
+            return False
+        given = {**dict(zip((a.name for a in op._schema.arguments), args)), **kwargs}
+        shown = (self._shown(given.get(a.name, a.default_value)) for a in op._schema.arguments)
+        copied = self._origin(args[0]) if op in _COPIES else None
+        for index, tensor in enumerate(tensors_of(result)):
+            self._made(tensor, copied if op in _COPIES else (len(self.found), index))
+        if op not in _COPIES:
+            self.found.append((str(op), *shown))
+        return op not in _COPIES
+
+    def _made(self, tensor: torch.Tensor, origin: Any) -> None:
+        if has_memory(tensor):  # what is written to comes from where it came from
+            self._origins.setdefault(private.known_storage(tensor), origin)
+
+    def _origin(self, tensor: torch.Tensor) -> Any:
+        return self._origins.get(private.known_storage(tensor)) if has_memory(tensor) else None
+
+    def _shown(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            place = argument.storage_offset() if has_memory(argument) else 0
+            return self._origin(argument) or argument.dtype, place, tuple(argument.shape)
+        if isinstance(argument, (list, tuple)):
+            return tuple(map(self._shown, argument))
+        if isinstance(argument, torch.device):
+            return argument.type
+        return "" if isinstance(argument, torch.Generator) else repr(argument)
+
+
+def first_difference(step: Traced, ran: OpsInOrder) -> str | None:
+    """The first op that is another one in a run of forward than in its trace, in words; None where all are equal."""
+    boundary, names = step.graph.boundary, {"input": "input {}", "parameter": "{}", "buffer": "{}"}
+    outside = ((names[r.kind].format(r.name), node) for node, r in step.residents.items() if r.kind in names)
+    traced = OpsInOrder((name, node.meta["val"]) for name, node in outside)
+    layers = {kernel.node: op.layer for kernel, op in zip(step.kernels, step.graph.ops[:boundary])}
+    islands = {k.node: k.target.island for k in step.kernels if isinstance(k.target, IslandKernel)}
+    left, places, written = set(layers), list[str](), 0
+    for node in step.fx_graph.nodes:
+        if not left and len(places) >= len(ran.found):
+            break
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        written += len(islands[node].in_place) if node in islands and node.target is FORWARD else 0
+        if written and node.target is aten.copy_.default:  # what an island writes to its arguments
+            written -= 1
+        elif traced.note(node.target, args, kwargs, node.meta.get("val")):
+            places.append(layers.get(node, places[-1] if places else ""))
+        left.discard(node)
+    for one, other, place in zip_longest(ran.found, traced.found, places):
+        if one != other:
+            ops = [op[0] if op else "nothing" for op in (one, other)]
+            what = f"{ops[0]} in the place of {ops[1]}" if ops[0] != ops[1] else f"{ops[0]} with other arguments"
+            return f"{what}, in module {place or '(the model itself)'}"
+    # Of islands and collectives that run for themselves, the graph is another one.
+    has_other = bool(islands) or any(op.is_collective for op in step.graph.ops)
+    return None if has_other or ran.recorded == step.recorded else "the same ops with another graph for backward"
