@@ -29,7 +29,7 @@ from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.islands import refuse_reads
-from memplan.capture.trace.raw_trace import Answer, Autocast, RawTrace
+from memplan.capture.trace.raw_trace import Autocast, RawTrace
 from memplan.capture.trace.stand_ins import MadeTensors, without_collections
 from memplan.capture.trace.trace import TraceOptions, TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
@@ -76,7 +76,7 @@ class Capture:
     expanded: Traced | None
     counters: tuple[SetValue, ...]
     options: CaptureOptions
-    answers: tuple[Answer, ...]
+    answers: tuple[Any, ...]
     islands: tuple[str, ...]
     left: LeftBehind
 

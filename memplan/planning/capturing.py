@@ -23,7 +23,7 @@ from memplan.capture.ops.sizes import FROM_DATA, DataSize, Dimension, Varying, a
 from memplan.capture.ops.ways import TakeBranches, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
-from memplan.capture.trace.raw_trace import Answer, Autocast
+from memplan.capture.trace.raw_trace import Autocast
 from memplan.costs.optimizer import update_needs
 from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
@@ -114,7 +114,7 @@ class Capturing:
         sample: Sample | Call,
         tangents: Mapping[int, Layout] | None = None,
         backward: Autocast | None = None,
-        seen: Sequence[Answer] = (),
+        seen: Sequence[Any] = (),
         dry: bool = False,
         varying: Varying = frozenset(),
         like: Mapping[int, Layout] | None = None,
@@ -210,7 +210,7 @@ class Capturing:
         self,
         sample: Sample | Call,
         backward: Autocast | None,
-        seen: Sequence[Answer],
+        seen: Sequence[Any],
         dry: bool,
         tangents: Mapping[int, Layout] | None,
         varying: Varying,

@@ -18,7 +18,7 @@ from memplan.capture.ops.real_results import note_results, once_more_where_resul
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
-from memplan.capture.trace.raw_trace import Answer, Autocast
+from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.stand_ins import without_collections
 from memplan.costs.optimizer import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, Refused, UnsupportedModel, or_raise
@@ -292,7 +292,7 @@ class Planner:
         call: Call,
         tangents: dict[int, Layout] | None,
         backward: Autocast | None,
-        seen: Sequence[Answer],
+        seen: Sequence[object],
         known: Sequence[ServingStep],
         varying: Varying = frozenset(),
     ) -> PlannedStep | Refused:

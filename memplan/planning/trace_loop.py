@@ -32,7 +32,6 @@ from memplan.capture.ops.ways import Calls, LetRequireGrad, MakeIslands, StateCh
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.forwards import is_wholly_called
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, name_of
-from memplan.capture.trace.raw_trace import Answer
 from memplan.errors import UnsupportedModel
 from memplan.logs import log
 from memplan.runtime.program.in_flight import Written
@@ -95,7 +94,7 @@ class TraceLoop:
         self._restart()
 
     def _restart(self) -> None:
-        self._seen: Sequence[Answer] | None = self._options.seen or None
+        self._seen: Sequence[Any] | None = self._options.seen or None
         self._branches = False  # that a run of forward takes are traced
         self._requiring: tuple[int, ...] = ()
 

@@ -19,8 +19,8 @@ from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
 from memplan.capture.trace.generators import CountedRandom
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.raw_trace import OTHER_READS, Answer, AttributeRead, Guard, TraceNotes
-from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
+from memplan.capture.trace.raw_trace import OTHER_READS, AttributeRead, Guard, TraceNotes
+from memplan.capture.trace.source_lines import caller_line, in_python_backward
 from memplan.capture.trace.stand_ins import MadeTensors
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
@@ -60,7 +60,7 @@ class OpWatch(private.TorchDispatchMode):
         self._random = CountedRandom(self._run) if counted else None
 
     def __enter__(self) -> OpWatch:
-        self._recording, self._depth = private.Recording(), stack_depth()
+        self._recording = private.Recording()
         self._dataflow, self._known = Dataflow(private.tracer_graph()), dict[fx.Node, Any]()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -108,10 +108,9 @@ class OpWatch(private.TorchDispatchMode):
         if func is private.READ_SCALAR:
             node = private.tracer_node(args[0])
             if node is not None or not isinstance(args[0], private.FakeTensor):
-                place = lines_within(self._depth)
-                seen = self._notes.next_seen(args[0], place)
+                seen = self._notes.next_seen(args[0])
                 value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
-                self._notes.answers.append(Answer(private.number_here(value), place))
+                self._notes.answers.append(private.number_here(value))
                 return value
         trace = functools.partial(self._trace, func, args, kwargs)
         if private.has_shape_of_data(func):
@@ -242,7 +241,7 @@ class OpWatch(private.TorchDispatchMode):
             f"{where}. Register the tensor as a buffer"
         )
 
-    def _read(self, tensor: torch.Tensor, node: fx.Node, seen: Answer | None) -> Any:
+    def _read(self, tensor: torch.Tensor, node: fx.Node, seen: bool | None) -> Any:
         closure = self._dataflow.behind(node)
         certain = answer_to_any_draw(closure)
         if certain is not None:
@@ -258,15 +257,15 @@ class OpWatch(private.TorchDispatchMode):
                     TakeBranches([self._notes.around()]) if branches else None,
                 )
             # The branch that forward took when it ran. The boolean is copied, for it may be written to later.
-            self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
-            return bool(seen.value)
+            self._notes.decided.append((tensor.clone(), seen, self._notes.place(source)))
+            return bool(seen)
         if any(map(draws, closure)):
             raise UnsupportedModel(
                 f"control flow depends on random numbers: module {self._notes.module}, "
                 f"at {source}. Draw them outside of the model and pass them in"
             )
         value = self._real(closure, node).item()
-        if seen is not None and seen.value != value:
+        if seen is not None and seen != value:
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
         number = self._symbolic.number(len(self._notes.scalar_reads), value)
         varies = private.is_symbolic(number)

@@ -70,14 +70,6 @@ def line_of_place(where: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What forward read from tensor data, and where: (file, line) of each call that led there."""
-
-    value: Any
-    place: tuple[tuple[str, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Guard:
     """A number that forward read from the data of its inputs, or the shape of a result that depends on it.
 
@@ -158,7 +150,7 @@ class Noted(StepNotes):
     scalar_reads: list[Guard] = field(default_factory=list)
     attribute_reads: list[AttributeRead] = field(default_factory=list)
     tensor_reads: dict[tuple[str, str], Any] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
     forward_reads: int = 0
     arrivals: list[str] = field(default_factory=list)
     odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
@@ -217,7 +209,7 @@ class TraceNotes(Noted):
     boundary: fx.Node | None = None
     template: OutputTemplate | None = None
     node_names: tuple[str, ...] = ()
-    seen: Iterator[Answer] | None = None
+    seen: Iterator[bool] | None = None
     decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
     in_place: frozenset[int] = frozenset()
     additions: int = 0
@@ -291,15 +283,12 @@ class TraceNotes(Noted):
                 stack.enter_context(leaf.register_hook(functools.partial(arrived, name=name)))
             yield check
 
-    def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
-        """What was read here before; None where that is not known.
-
-        Raises UnsupportedModel where nothing was read here.
-        """
+    def next_seen(self, tensor: torch.Tensor) -> bool | None:
+        """What was read here before; None where that is not known. Raises UnsupportedModel where nothing was read."""
         if self.seen is None or tensor.dtype is not torch.bool or self.template is not None:
             return None
         answer = next(self.seen, None)
-        if answer is None or answer.place != place:
+        if answer is None:
             raise UnsupportedModel(f"{OTHER_READS}, at {caller_line()}")
         return answer
 

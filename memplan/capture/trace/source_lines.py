@@ -72,29 +72,10 @@ def _is_users(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
-def stack_depth() -> int:
-    """How many calls this thread is executing around the caller.
-
-    At the entry of a context, these are the calls around its body.
-    """
-    return len(_frames()) - 1
-
-
-def lines_within(depth: int) -> tuple[tuple[str, int], ...]:
-    """(file, line) of each call outside of torch and memplan that is deeper than `depth` calls, the outermost first."""
-    within = reversed(_frames()[:-depth])
-    return tuple((name, line) for name, line in within if not name.startswith(_LIBRARIES))
-
-
 def in_python_backward() -> bool:
     """Whether the backward of a user's own autograd function is being executed."""
-    of_autograd = (name for name, _ in _frames() if name in (_FUNCTIONS, _ENGINE))
-    return next(of_autograd, None) == _FUNCTIONS
-
-
-def _frames() -> list[tuple[str, int]]:
-    """(file, line) of each call, the innermost first."""
-    return [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(sys._getframe(2))]
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    return next((name for name in files if name in (_FUNCTIONS, _ENGINE)), None) == _FUNCTIONS
 
 
 def _frame_name(frame: traceback.FrameSummary) -> str:

@@ -34,7 +34,7 @@ from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, Noted, RawTrace, TraceNotes
+from memplan.capture.trace.raw_trace import Autocast, Noted, RawTrace, TraceNotes
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import MadeTensors, StandIns
 from memplan.errors import UnsupportedModel
@@ -59,7 +59,7 @@ class TraceOptions:
 
     tangents: Mapping[int, Layout] | None = None
     backward: Autocast | None = None
-    seen: Sequence[Answer] | None = None
+    seen: Sequence[Any] | None = None
     varying: Varying = frozenset()
     counted: bool = False
     islands: Islands = NO_ISLANDS
@@ -127,7 +127,7 @@ class _StepTrace:
         self._notes = TraceNotes(names, in_place=request.in_place)
         self._islands = IslandsTraced(request.islands, self._notes.around)
         if request.seen is not None:
-            self._notes.seen = (answer for answer in request.seen if isinstance(answer.value, bool))
+            self._notes.seen = (answer for answer in request.seen if isinstance(answer, bool))
 
     def made(self) -> RawTrace:
         request, device = self._request, self._request.device

@@ -32,8 +32,6 @@ from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, Forward, OutputTemplate
 from memplan.capture.trace.forwards import calls_exchanged
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
-from memplan.capture.trace.raw_trace import Answer
-from memplan.capture.trace.source_lines import lines_within, stack_depth
 from memplan.runtime.trial.unplanned_peak import bits_of, generators_of, nothing_kept
 from memplan.torch_private import pytree
 
@@ -57,7 +55,7 @@ class OneForward:
     - ops: what it ran outside of islands; None where an op raised an error, which forward caught.
     """
 
-    answers: list[Answer]
+    answers: list[Any]
     left: LeftBehind
     caches: LeftBehind
     written: frozenset[str]
@@ -177,13 +175,9 @@ class NotedReads(private.RealOps):
         """ops: notes what runs, too."""
         super().__init__()
         self._ops, self.open_ops = ops, 0
-        self.answers: list[Answer] = []
+        self.answers: list[Any] = []
         self.of_data = self.is_paused = False
         self.reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
-
-    def __enter__(self) -> NotedReads:
-        self._depth = stack_depth()
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def on_op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is aten._ctc_loss.Tensor:  # a trace has it so
@@ -195,7 +189,7 @@ class NotedReads(private.RealOps):
         if not self.is_paused:
             self._ops.note(func, args, kwargs, result)
         if is_read and not self.is_paused:
-            self.answers.append(Answer(result, lines_within(self._depth)))
+            self.answers.append(result)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         unseen = isinstance(func, private.HigherOrderOperator)  # it reads numbers, and tensors that it isn't given
         if unseen or any(t in self.reached for t in given) or op_facts.draws_random_numbers(func, args, kwargs):
