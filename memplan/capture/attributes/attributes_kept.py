@@ -22,7 +22,7 @@ from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.code_facts import NamedTable, items_of
-from memplan.capture.attributes.imports import ImportsHeard, as_before
+from memplan.capture.attributes.imports import as_before, imports_heard
 from memplan.capture.attributes.named_state import GENERATORS
 from memplan.capture.attributes.snapshot import copied, is_unchanged
 from memplan.capture.attributes.tables import (
@@ -191,7 +191,7 @@ class AttributesKept:
         found = (pair for name, table, _ in self._tables for pair in _containers(name, table, unchecked))
         self._containers = {id(c): (path, c, copied(c)) for path, c in found}
         classes = ((kind.__name__, vars(kind), before) for kind, before in self._classes)
-        self._imports = ImportsHeard(functools.partial(as_before, [*self._tables, *classes], self._containers))
+        self._imports = imports_heard(functools.partial(as_before, [*self._tables, *classes], self._containers))
 
     def __enter__(self) -> AttributesKept:
         self._imports.__enter__()
@@ -358,7 +358,7 @@ class AttributesKept:
         left += [(hooks, k, hooks[k]) for _, _, hooks, were in self._hooks for k in hooks if k not in were]
         return LeftBehind(left, [])
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._imports.__exit__(*error)
         self.restore()
 
