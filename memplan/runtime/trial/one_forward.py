@@ -8,7 +8,6 @@ of a run are compared with those of the trace: they have to be the same, on the 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -216,24 +215,12 @@ class LocalCollectives(private.RealOps):
         if not is_collective(func):
             return self.run_op(func, args, kwargs)
         given = args[0]
-        known = isinstance(given, torch.Tensor) and func.namespace != "c10d"
-        rows = given.shape[0] if known and given.dim() else 1
-        match func.__name__.partition(".")[0] if known else "":
-            case "wait_tensor" | "_wrap_tensor_autograd":
-                return torch.ops.aten.alias.default(given)
-            case "all_gather_into_tensor":
-                rows *= args[1]
-            case "reduce_scatter_tensor":
-                rows //= args[2]
-            case "all_to_all_single":
-                rows = sum(args[1])
-            case "all_reduce" | "broadcast":
-                pass
-            case _:
-                raise Refusal(f"forward runs the collective {func}, and no other rank would join it now")
-        shape = (rows, *given.shape[1:]) if given.dim() else given.shape
-        flat, count = given.reshape(-1), math.prod(shape)
-        return flat.repeat(-(-count // max(1, flat.numel())))[:count].view(shape)
+        if private.is_wait(func):
+            return aten.alias.default(given)
+        if func.namespace == "c10d" or func._schema.is_mutable or not isinstance(given, torch.Tensor):
+            raise Refusal(f"forward runs the collective {func}, and no other rank would join it now")
+        shape, flat = func(given.to("meta"), *args[1:], **kwargs).shape, given.reshape(-1)
+        return flat.repeat(-(-shape.numel() // max(1, flat.numel())))[: shape.numel()].view(shape)
 
 
 class OpsInOrder:
