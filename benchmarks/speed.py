@@ -48,7 +48,7 @@ from benchmarks.activation_memory_budget import build_gpt2, build_llama
 from benchmarks.environment import environment, own_cache
 from memplan.cache import forget
 from memplan.capture.capture import capture
-from memplan.costs.estimate import estimate
+from memplan.costs.known_costs import estimate
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import Problem
 from memplan.solvers import solve_front

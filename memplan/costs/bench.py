@@ -33,8 +33,7 @@ from memplan.capture.ops.op_facts import is_of_pytorch
 from memplan.capture.ops.real_results import Facts, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.capture.ops.ways import OtherResults, Refusal, way_of
 from memplan.capture.trace.generators import python_generators_kept
-from memplan.costs.estimate import estimate
-from memplan.costs.known_costs import agree
+from memplan.costs.known_costs import agree, estimate
 from memplan.logs import log, show_count
 from memplan.problem.data import Blocks
 from memplan.torch_private import pytree

@@ -1,7 +1,7 @@
-"""What earlier processes found on this hardware, on disk: seconds and scratch bytes of ops, and margins of models.
+"""What is known of ops that do not run: seconds by a roofline, and what earlier processes found, on disk.
 
-Each device, thread count, torch version and choice of kernels has a file of ops. A margin is a fraction: how much more
-than predicted steps of a model have been seen to hold.
+Each device, thread count, torch version and choice of kernels has a file of seconds and scratch bytes of ops. A margin
+of a model is a fraction: how much more than predicted its steps have been seen to hold.
 
 Where other processes keep the machine busy, even the fastest run of an op may be slow. The figure is doubted where no
 second run comes near it, or where the first step takes much less than predicted. The next process then measures again.
@@ -19,12 +19,15 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.utils.flop_counter import flop_registry
 
 from memplan.cache import keep, kept, only_writer
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.key import kernel_switches
-from memplan.problem.data import Blocks
+from memplan.capture.ops.island_ops import IslandKernel
+from memplan.capture.shards import NetworkSpeed
+from memplan.problem.data import Blocks, Costs, Roofline
 
 _SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
 _MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
@@ -197,3 +200,33 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 def _file_of(device: torch.device) -> str:
     return f"margin-{device_name(device)}.json"
+
+
+def estimate(traced: Traced, roofline: Roofline | None = None, network: NetworkSpeed | None = None) -> Costs:
+    """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0.
+
+    Of calls that can't be traced, what their run on the sample took.
+    """
+    roofline, known, found = roofline or Roofline(), facts_without_runs(traced, network), list[OpFacts]()
+    for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
+        traffic = sum(traced.graph.values[v].size_bytes for v in (*op.inputs, *op.outputs))
+        # PyTorch's own table knows matrix products, convolutions and attention. A multiply-add is two operations.
+        count, flops = flop_registry.get(getattr(kernel.target, "overloadpacket", None)), 0.0
+        if count is not None:
+            args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda n: n.meta["val"])
+            flops = float(count(*args, **kwargs, out_val=kernel.node.meta["val"]))
+        compute_s, traffic_s = flops / roofline.flops_per_s, traffic / roofline.bytes_per_s
+        found.append(known.get(op.key) or OpFacts(roofline.launch_s + max(compute_s, traffic_s), 0))
+    return Costs(tuple(f.time_s for f in found), tuple(f.scratch_bytes for f in found), "estimated")
+
+
+def facts_without_runs(traced: Traced, network: NetworkSpeed | None) -> dict[str, OpFacts]:
+    """What is known of ops that can't be run on made-up data, by key: islands, and collectives on this network."""
+    values, network, found = traced.graph.values, network or NetworkSpeed(), dict[str, OpFacts]()
+    for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
+        if isinstance(kernel.target, IslandKernel):
+            found[op.key] = OpFacts(*kernel.target.cost)
+        elif op.is_collective:
+            whole_bytes = max(sum(values[v].size_bytes for v in side) for side in (op.inputs, op.outputs))
+            found[op.key] = OpFacts(network.time_s(op.kind, whole_bytes), 0)
+    return found

@@ -12,8 +12,7 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.ways import OtherResults, Refusal
 from memplan.capture.shards import NetworkSpeed
 from memplan.costs.bench import Bench, StateOf, generator_and_grad_mode_kept
-from memplan.costs.estimate import estimate, facts_without_runs
-from memplan.costs.known_costs import KnownCosts, OpFacts
+from memplan.costs.known_costs import KnownCosts, OpFacts, estimate, facts_without_runs
 from memplan.errors import BudgetInfeasible
 from memplan.problem.data import Costs
 from memplan.units import format_bytes

@@ -28,10 +28,9 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, Made, Traced
 from memplan.capture.ops.layout import device_bytes_of, tensor_text
-from memplan.fusion.group_program import GroupProgram, read_record, write_record
+from memplan.fusion.group_program import GroupProgram, compile_elsewhere, read_record, write_record
 from memplan.fusion.groups import FusedGroup, Grouper, Unit, donate, phase_of_unit, set_ends, without_dead
 from memplan.fusion.step_graph import StepGraph, base_of, bases_read, is_fusible, node_bytes, node_kind, place_of_node
-from memplan.fusion.workers import compile_elsewhere
 from memplan.logs import log
 from memplan.problem.data import FUSED, Effect, Graph, Op, Value
 

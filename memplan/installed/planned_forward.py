@@ -96,9 +96,8 @@ class PlannedForward:
                 finally:
                     self.choice.known.declined.clear()  # they may serve the next call
             with self.stepping_aside(), self.fetching():
-                if (loss_fn := self._planner.settings.loss_fn) is not None:
-                    return loss_fn(self.model, *args, **kwargs)
-                return self.original(*args, **kwargs)  # fails as it does without a plan, after its own side effects
+                # It fails as it does without a plan, after its own side effects.
+                return self._planner.capturing.run(*args, **kwargs)
 
     def _run_planned(self, call: Call) -> Any:
         end_watch(self.model)

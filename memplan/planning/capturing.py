@@ -35,7 +35,7 @@ from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.runtime.host.fetch import FetchedWhereUsed, MadeUpWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of, may_be_checkpointed, noting_writes
 from memplan.runtime.ranks.sharded_model import ShardedModel
-from memplan.runtime.trial.one_forward import ForwardFails, LocalCollectives, OneForward, first_difference, one_forward
+from memplan.runtime.trial.one_forward import ForwardFails, LocalCollectives, OneForward, one_forward, other_ops_in
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
 _CapturedFor = Callable[[Mapping[int, Layout] | None, Varying], Capture | UnsupportedModel]
@@ -269,7 +269,7 @@ class Capturing:
             captured.left.put()
             ran = self._look_at_forward(sample, self._known.islands, contextlib.nullcontext())
         if isinstance(ran, OneForward):
-            return None if ran.ops is None else first_difference(captured.traced, ran.ops)
+            return None if ran.ops is None else other_ops_in(captured.traced, ran.ops)
         log.info("what forward runs is not compared with its trace, because %s", ran)
         return None
 

@@ -17,7 +17,7 @@ from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.sizes import Numbers
-from memplan.costs.estimate import estimate
+from memplan.costs.known_costs import estimate
 from memplan.costs.measure import measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory, workspaces
 from memplan.errors import UnsupportedModel
@@ -29,7 +29,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.caching_allocator import Segment
 from memplan.problem.data import Costs, Problem, Requests
 from memplan.problem.reserved import GRADIENT, STATE, holder_of, state_of
-from memplan.runtime.program.sized_plan import SizedPlan
+from memplan.runtime.program.step import SizedPlan
 
 
 class Problems:

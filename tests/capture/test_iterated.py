@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-from memplan.capture.ops import real_outputs, real_results
+from memplan.capture.ops import real_results
 from memplan.capture.ops.layout import iterated_layout
 from tests.capture.test_capture import COPIES, logged_trace, plain_log, step_of, with_loss
 from tests.support.zoo import assert_same_bits, run_steps
@@ -56,7 +56,7 @@ def operands(draw: st.DrawFn) -> list[torch.Tensor | float]:
 
 def called(op: Any, things: list[torch.Tensor | float]) -> torch.Tensor:
     """The result for operands in the order of their say."""
-    order = real_outputs._ITERATED[op]
+    order = real_results._ITERATED[op]
     arguments = [things[order.index(place)] for place in range(len(things))]
     extra = {aten.threshold_backward.default: (0.1,), aten.leaky_relu_backward.default: (0.1, False)}
     return op(*arguments, *extra.get(op, ()))  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ def called(op: Any, things: list[torch.Tensor | float]) -> torch.Tensor:
 @given(operands())
 def test_the_layout_is_that_of_the_real_kernel(things: list[torch.Tensor | float]) -> None:
     same_size = all(isinstance(t, torch.Tensor) and t.shape == things[0].shape for t in things)  # type: ignore[union-attr]
-    for op, order in real_outputs._ITERATED.items():
+    for op, order in real_results._ITERATED.items():
         if len(order) == len(things) and (same_size or op in ARITHMETIC):
             real = called(op, things)
             assert iterated_layout(things) == (tuple(real.shape), real.stride()), op
@@ -109,7 +109,7 @@ def test_captured_strides_are_those_of_the_plain_step() -> None:
 def test_the_first_step_tells_strides_of_dimensions_of_one_element_that_ops_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(real_outputs, "_LAYOUTS", {})
+    monkeypatch.setattr(real_results, "_LAYOUTS", {})
     net, sample = ChannelsOfOnePixel(), torch.randn(2, 3, 3, 3)
     plain = copy.deepcopy(net)
     memplan.apply(net, sample, 1.0, costs="estimate")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.capture.ops import real_outputs, real_results
+from memplan.capture.ops import real_results
 from memplan.capture.trace import op_watch
 from memplan.costs import bench
 from tests.capture.test_capture import LAID_OUT, LOSSES, NORMS, Loss, Norm, Permuted
@@ -21,7 +21,7 @@ from tests.support.zoo import Sample, assert_same_bits, run_steps
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     for table in ("_LAYOUTS", "_STATISTICS", "_ELEMENTS"):
-        monkeypatch.setattr(real_outputs, table, {})
+        monkeypatch.setattr(real_results, table, {})
     monkeypatch.setattr(real_results, "_NOTED", {})
 
 

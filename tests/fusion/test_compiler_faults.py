@@ -19,7 +19,7 @@ import torch._inductor.config
 from torch import nn
 
 import memplan
-from memplan.fusion import fuse_step, workers
+from memplan.fusion import fuse_step, group_program
 from memplan.fusion.fuse_step import GroupCompiler
 from tests.support.zoo import assert_same_bits, run_steps
 
@@ -67,7 +67,7 @@ def compiler_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
 def test_ops_run_as_they_are(
     does: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(workers, "PATIENCE_S", 40.0 if does.startswith("sleep") else 120.0)
+    monkeypatch.setattr(group_program, "PATIENCE_S", 40.0 if does.startswith("sleep") else 120.0)
     net, sample = net_and_sample()
     with compiler_that(does, tmp_path, monkeypatch):
         planned = memplan.apply(copy.deepcopy(net), sample, NO_LIMIT, kernels="fused", costs="estimate")

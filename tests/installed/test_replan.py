@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.costs.known_costs import known_margin, remember_margin
-from memplan.installed import known_steps
+from memplan.installed import choice
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import plan_search
 from memplan.runtime.program.step import EagerStep, PlannedStep
@@ -254,7 +254,7 @@ def test_plans_that_are_kept_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
     net, sample = Keyed().train(), torch.randn(64, 8)
     planned = planned_twin(net, sample, 1.0)
     (step,) = planned_forward(planned).steps  # type: ignore[union-attr]
-    monkeypatch.setattr(known_steps, "_MOST_KEPT_BYTES", 3 * step.kept_bytes)
+    monkeypatch.setattr(choice, "_MOST_KEPT_BYTES", 3 * step.kept_bytes)
     for number in range(2, 8):
         for one in (net, planned):
             one.zero_grad()

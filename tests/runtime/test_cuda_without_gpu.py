@@ -23,7 +23,7 @@ from memplan.capture.capturable import check_devices
 from memplan.capture.capture import capture
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
-from memplan.capture.ops.real_outputs import corrected_outputs
+from memplan.capture.ops.real_results import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import bench
 from memplan.costs import optimizer as beside

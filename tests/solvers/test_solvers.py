@@ -28,7 +28,7 @@ from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, keep_all, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
-from memplan.solvers.search.neighbourhood import exchange, search_neighbours
+from memplan.solvers.search.refine import exchange, search_neighbours
 from tests.support.configs import lower_bound, solved_chain, with_figures
 from tests.support.parameters import examples
 from tests.support.random_graphs import (
@@ -375,7 +375,7 @@ def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path, monkeypa
     assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
     monkeypatch.undo()
     digest_of_imports.cache_clear()
-    exchange = Path(jit.__file__).parent / "solvers" / "search" / "neighbourhood.py"
+    exchange = Path(jit.__file__).parent / "solvers" / "search" / "refine.py"
     assert digest_of_imports(exchange) != hashlib.sha256().hexdigest()[:8]
     assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"
 

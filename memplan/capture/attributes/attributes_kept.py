@@ -22,9 +22,8 @@ from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.code_facts import NamedTable, items_of
-from memplan.capture.attributes.imports import as_before, imports_heard
 from memplan.capture.attributes.named_state import GENERATORS
-from memplan.capture.attributes.snapshot import copied, is_unchanged
+from memplan.capture.attributes.snapshot import as_before, copied, imports_heard, is_unchanged
 from memplan.capture.attributes.tables import (
     ABSENT,
     CHECKED_ELSEWHERE,

@@ -13,8 +13,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
 from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, computed, draws, written_nodes
 from memplan.capture.ops.layout import is_dense, storage_key, tensors_of
-from memplan.capture.ops.real_outputs import corrected_outputs
-from memplan.capture.ops.real_results import with_noted_results
+from memplan.capture.ops.real_results import corrected_outputs, with_noted_results
 from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
 from memplan.capture.trace.generators import CountedRandom

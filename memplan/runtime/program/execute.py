@@ -29,9 +29,8 @@ from memplan.errors import PlanMismatch
 from memplan.plans.plan import Plan
 from memplan.runtime.program.check import OtherBranch, refuse_capture, run_checked
 from memplan.runtime.program.collectives import Collectives
-from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written, apart
+from memplan.runtime.program.in_flight import ForwardStart, InFlight, Outputs, Watched, Written, apart
 from memplan.runtime.program.lower import lower
-from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.program import Program
 from memplan.runtime.program.rng import held_rng, restore_held_rng

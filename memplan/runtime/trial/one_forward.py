@@ -270,7 +270,7 @@ class OpsInOrder:
         return "" if isinstance(argument, torch.Generator) else repr(argument)
 
 
-def first_difference(step: Traced, ran: OpsInOrder) -> str | None:
+def other_ops_in(step: Traced, ran: OpsInOrder) -> str | None:
     """The first op that is another one in a run of forward than in its trace, in words; None where all are equal."""
     boundary, names = step.graph.boundary, {"input": "input {}", "parameter": "{}", "buffer": "{}"}
     outside = ((names[r.kind].format(r.name), node) for node, r in step.residents.items() if r.kind in names)

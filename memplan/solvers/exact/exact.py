@@ -32,7 +32,7 @@ from memplan.solvers.exact.table import NO_TABLE, table_of
 from memplan.solvers.orders.flat import Arrays, Ints
 from memplan.solvers.orders.replay import fill, keep_all, outcome
 from memplan.solvers.orders.rewrites import bring_down
-from memplan.solvers.search.neighbourhood import exchange
+from memplan.solvers.search.refine import exchange
 
 _MOST_S = float("inf")
 _MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again
