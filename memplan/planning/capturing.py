@@ -258,19 +258,20 @@ class Capturing:
 
     def _other_ops(self, sample: Sample | Call, captured: Capture) -> str | None:
         """How a run of forward differs from its trace, in words; None where it does not, or can't be compared."""
-        device, options = self._placement.device, captured.options
-        values, forward = captured.traced.graph.values, captured.traced.graph.ops[: captured.traced.graph.boundary]
-        ops = captured.traced.recorded, *((op.kind, *(values[v].name for v in op.inputs)) for op in forward)
+        device, options, graph = self._placement.device, captured.options, captured.traced.graph
+        forward = ((op.kind, *(graph.values[v].name for v in op.inputs)) for op in graph.ops[: graph.boundary])
+        ops = captured.traced.recorded, *forward
         elsewhere = device not in (None, model_device(self._model)) or options.capability is not None
-        if elsewhere or options.counted or ops in self._compared:  # counted: it has other masks
-            return None
-        self._compared.add(ops)  # at other sizes, too
+        if elsewhere or options.counted or ops in self._compared:
+            return None  # counted: it has other masks
         with AttributesKept(self._model, run=self.run):
             captured.left.put()
             ran = self._look_at_forward(sample, self._known.islands, contextlib.nullcontext())
-        if isinstance(ran, OneForward):
-            return None if ran.ops is None else other_ops_in(captured.traced, ran.ops)
-        log.info("what forward runs is not compared with its trace, because %s", ran)
+        if not isinstance(ran, OneForward):
+            log.info("what forward runs is not compared with its trace, because %s", ran)
+        elif ran.ops is not None and (other := other_ops_in(captured.traced, ran.ops)) is not None:
+            return other
+        self._compared.add(ops)  # at other sizes, too
         return None
 
     @property

@@ -88,10 +88,7 @@ class Limits:
         return int(limit_bytes / (1 + self.margin))
 
     def recall(self, device: torch.device | None) -> None:
-        """Take the margin that earlier processes have learnt for such a model on a device.
-
-        The device is the one to plan for, else the one that the model is on.
-        """
+        """Take the margin that earlier processes have learnt for such a model on a device; None is the model's own."""
         self.learnt = known_margin(self._model, device)
 
     def set_margin(self, margin: float) -> None:
