@@ -277,6 +277,8 @@ def other_ops_in(step: Traced, ran: OpsInOrder) -> str | None:
     traced = OpsInOrder((name, node.meta["val"]) for name, node in outside)
     layers = {kernel.node: op.layer for kernel, op in zip(step.kernels, step.graph.ops[:boundary])}
     islands = {k.node: k.target.island for k in step.kernels if isinstance(k.target, IslandKernel)}
+    if any(torch.Tag.inplace_view in getattr(node.target, "tags", ()) for node in step.fx_graph.nodes):
+        return None  # of `squeeze_` and the like, a trace has the last shape alone
     left, places, written = set(layers), list[str](), 0
     for node in step.fx_graph.nodes:
         if not left and len(places) >= len(ran.found):
