@@ -289,9 +289,9 @@ class NamedState:
         if isinstance(value, type):
             if not is_library_code(value):
                 self._add_class(value)
-                if value not in self._of_model:  # under another name, any attribute may be read
+                if value not in self._of_model:  # of `cfg = Config` any attribute may be read
                     there = {n for kind in value.__mro__ if kind is not object for n in vars(kind)}
-                    self._name_attributes(value, there & set(attributes[:1]) if attributes else there)
+                    self._name_attributes(value, there & {*(attributes[:1] or (there if is_own(value) else ()))})
             return
         self._reach_code(value)
 
