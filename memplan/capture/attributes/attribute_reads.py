@@ -19,6 +19,7 @@ import io
 import sys
 import threading
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
@@ -37,6 +38,7 @@ _OF_MODULES = frozenset(  # these look for parameters, buffers and submodules th
     for name in ("__getattr__", "__setattr__", "__delattr__", "register_buffer", "register_parameter", "add_module")
 )
 _MEMBERS = {"_parameters", "_buffers", "_modules"}  # which these read
+_ROOTS = (object, dict, list, tuple, set, frozenset, deque, defaultdict)  # all look for names alike
 
 _lock = threading.RLock()
 _listening: dict[type, tuple[Any, int]] = {}  # classes: a `__setattr__` of their own, how many want to know of objects
@@ -161,10 +163,8 @@ class AttributeReads:
 
 
 def _tells(owner: Any) -> bool:
-    if isinstance(owner, (type, torch.Tensor, NamedTable)):
-        return False
-    own = (vars(kind).get("__getattribute__", _getattribute) for kind in type(owner).__mro__ if kind is not object)
-    return all(way is _getattribute for way in own)
+    own = (vars(kind).get("__getattribute__", _getattribute) for kind in type(owner).__mro__ if kind not in _ROOTS)
+    return not isinstance(owner, (type, torch.Tensor, NamedTable)) and all(way is _getattribute for way in own)
 
 
 def _getattribute(self: Any, name: str) -> Any:
