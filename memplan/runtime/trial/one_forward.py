@@ -244,7 +244,7 @@ class OpsInOrder:
         if not isinstance(op, private.OpOverload) or op_facts.is_view(op) or op in _NONE or private.is_wait(op):
             return False
         given = {**dict(zip((a.name for a in op._schema.arguments), args)), **kwargs}
-        shown = (self._shown(given.get(a.name, a.default_value)) for a in op._schema.arguments)
+        shown = [self._shown(given.get(a.name, a.default_value)) for a in op._schema.arguments]
         copied = self._origin(args[0]) if op in _COPIES else None
         for index, tensor in enumerate(tensors_of(result)):
             self._made(tensor, copied if op in _COPIES else (len(self.found), index))
@@ -257,7 +257,7 @@ class OpsInOrder:
             self._origins.setdefault(private.known_storage(tensor), origin)
 
     def _origin(self, tensor: torch.Tensor) -> Any:
-        return self._origins.get(private.known_storage(tensor)) if has_memory(tensor) else None
+        return self._origins.setdefault(private.known_storage(tensor), None) if has_memory(tensor) else None
 
     def _shown(self, argument: Any) -> Any:
         if isinstance(argument, torch.Tensor):
