@@ -62,7 +62,8 @@ test-gpu: $(STAMP)
 
 # The same on a stand-in for such a device, which is compiled first (tests/cuda_stand_in).
 test-stand-in: $(STAMP)
-	$(BIN)/python -m tests.cuda_stand_in -m pytest -p tests.cuda_stand_in.faults -m gpu
+	$(BIN)/python -m tests.cuda_stand_in -m pytest -p tests.cuda_stand_in.faults -m gpu tests \
+		tests/cuda_stand_in/slab.py
 
 # Kernels that libraries take on GPUs, run by Triton's interpreter. Triton takes 1 GB.
 KERNELS := .venv-kernels

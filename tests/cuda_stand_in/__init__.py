@@ -228,6 +228,10 @@ def _take_over(torch: Any, native: Any) -> None:
             native.set_device(index)
         return before
 
+    class MemPool:
+        def __init__(self, use_on_oom: bool = False) -> None:
+            self.id = native.new_pool()
+
     generators = tuple(_Generator(native, i) for i in range(native.device_count()))
 
     def manual_seed(seed: int) -> None:
@@ -262,6 +266,7 @@ def _take_over(torch: Any, native: Any) -> None:
         "Stream": Stream,
         "Event": Event,
         "StreamContext": StreamContext,
+        "MemPool": MemPool,
         "stream": StreamContext,
         "set_stream": lambda stream: native.set_stream(stream.device.index, stream.stream_id),
         "current_stream": current_stream,
@@ -298,6 +303,12 @@ def _take_over(torch: Any, native: Any) -> None:
     torch._C._cuda_getCublasWorkspaceSize = native.workspace_bytes
     torch._C._cuda_getCurrentRawStream = lambda index: native.current_stream(index)
     torch._C._cuda_clearCublasWorkspaces = native.clear_workspaces
+    torch._C._cuda_exchangeDevice = torch._C._cuda_maybeExchangeDevice = exchange_device
+    torch._C._cuda_beginAllocateCurrentThreadToPool = lambda index, pool: native.use_pool(pool)
+    torch._C._cuda_endAllocateToPool = lambda index, pool: native.use_pool(0)
+    torch._C._cuda_releasePool = lambda index, pool: None
+    torch._C._cuda_cudaCachingAllocator_raw_alloc = lambda size, stream: native.allocate(size)
+    torch._C._cuda_cudaCachingAllocator_raw_delete = native.free
     torch.cuda.stand_in = native
 
     clone = torch.UntypedStorage.clone

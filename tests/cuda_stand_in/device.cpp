@@ -1,8 +1,8 @@
 // A device that PyTorch takes for a CUDA one, on a machine that has none: its memory is the machine's and its kernels
 // are the CPU's. What is real: devices of tensors and whether they may meet in an op, autograd's thread for the
 // device, current devices and streams, copies that have not happened until somebody has waited for them, memory that
-// is somebody else's once it is freed, blocks of 512 bytes and their peak, a limit, pinned memory, a workspace of
-// cuBLAS for each thread that multiplies, and generators that are a seed and an offset.
+// is somebody else's once it is freed, blocks of 512 bytes and their peak, pools, a limit, pinned memory, a workspace
+// of cuBLAS for each thread that multiplies, and generators that are a seed and an offset.
 
 #include <chrono>
 #include <cstring>
@@ -206,15 +206,18 @@ void run_some() {
 // -- memory ----------------------------------------------------------------------------------------------------------
 
 struct Counts {
-  int64_t held = 0, most = 0, limit = int64_t(1) << 40, made = 0;
+  int64_t held = 0, most = 0, limit = int64_t(1) << 40, made = 0, slabs = 0, outside = 0;
 };
 
 Counts counts[kDevices];
 constexpr int64_t kTotal = int64_t(1) << 40;
+bool records = false;
+std::vector<std::pair<int64_t, size_t>> record;  // address and bytes of each block that is given; 0 where it is freed
 
 struct Block {
   size_t size;
   DeviceIndex index;  // -1 of pinned memory
+  int64_t pool = 0;
 };
 
 std::unordered_map<void*, Block> blocks;
@@ -234,6 +237,64 @@ void* take(size_t size, DeviceIndex index) {
   return found;
 }
 
+// Pools deal out their slabs as PyTorch's caching allocator does large blocks: the smallest hole that is large enough,
+// from its start, and all of it where the rest would be small. Small blocks are outside.
+constexpr size_t kSmall = size_t(1) << 20;
+thread_local int64_t current_pool = 0;
+int64_t pools_made = 0;
+
+struct Hole {
+  size_t size;
+  char* slab;
+};
+
+std::map<int64_t, std::map<char*, Hole>> pools;
+std::unordered_map<void*, char*> slabs;  // of blocks in pools
+
+void* take_from_pool(size_t size, DeviceIndex index) {
+  auto& holes = pools[current_pool];
+  auto best = holes.end();
+  for (auto hole = holes.begin(); hole != holes.end(); ++hole)
+    if (hole->second.size >= size && (best == holes.end() || hole->second.size < best->second.size))
+      best = hole;
+  if (best == holes.end()) {
+    const size_t slab_size = size < 10 * kSmall ? 20 * kSmall : (size + 2 * kSmall - 1) / (2 * kSmall) * (2 * kSmall);
+    void* slab = nullptr;
+    TORCH_CHECK(posix_memalign(&slab, 512, slab_size) == 0, "no memory left on the machine");
+    std::memset(slab, kFreed, slab_size);
+    ++counts[index].slabs;
+    best = holes.emplace(static_cast<char*>(slab), Hole{slab_size, static_cast<char*>(slab)}).first;
+  }
+  auto [data, hole] = *best;
+  holes.erase(best);
+  if (hole.size - size > kSmall)
+    holes[data + size] = {hole.size - size, hole.slab};
+  else
+    size = hole.size;
+  blocks[data] = {size, index, current_pool};
+  slabs[data] = hole.slab;
+  return data;
+}
+
+void return_to_pool(char* data, size_t size, int64_t pool) {
+  auto& holes = pools[pool];
+  auto* slab = slabs.at(data);
+  slabs.erase(data);
+  auto after = holes.lower_bound(data);
+  if (after != holes.end() && after->second.slab == slab && data + size == after->first) {
+    size += after->second.size;
+    after = holes.erase(after);
+  }
+  if (after != holes.begin()) {
+    auto before = std::prev(after);
+    if (before->second.slab == slab && before->first + before->second.size == data) {
+      before->second.size += size;
+      return;
+    }
+  }
+  holes[data] = {size, slab};
+}
+
 // What was freed goes to whoever asks next, and copies that nobody has waited for go on reading and writing it.
 void give_back(void* data) {
   Lock lock(mutex);
@@ -242,10 +303,15 @@ void give_back(void* data) {
     see_all(-1);
   } else {
     counts[block.index].held -= static_cast<int64_t>(block.size);
+    if (records)
+      record.emplace_back(reinterpret_cast<int64_t>(data), 0);
   }
   std::memset(data, kFreed, block.size);
   blocks.erase(data);
-  free_blocks[{block.index, block.size}].push_back(data);
+  if (block.pool)
+    return_to_pool(static_cast<char*>(data), block.size, block.pool);
+  else
+    free_blocks[{block.index, block.size}].push_back(data);
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -259,10 +325,14 @@ struct DeviceAllocator final : c10::Allocator {
     if (count.held + static_cast<int64_t>(size) > count.limit) {
       C10_THROW_ERROR(OutOfMemoryError, c10::str("CUDA out of memory. Tried to allocate ", size, " bytes"));
     }
-    void* data = take(size, index);
-    count.held += static_cast<int64_t>(size);
+    const bool pooled = current_pool && size > kSmall;
+    void* data = pooled ? take_from_pool(size, index) : take(size, index);
+    count.outside += size > kSmall && !pooled;
+    count.held += static_cast<int64_t>(blocks[data].size);
     count.most = std::max(count.most, count.held);
     ++count.made;
+    if (records)
+      record.emplace_back(reinterpret_cast<int64_t>(data), size);
     return {data, data, &give_back, device_of(index)};
   }
   static void give_nothing(void*) {}
@@ -1001,6 +1071,12 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) {
 }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  // These by name: PyTorch decomposes them in a trace where the device has no kernel of that name.
+  for (const char* name :
+       {"native_batch_norm", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d",
+        "upsample_bilinear2d", "upsample_trilinear3d", "upsample_bicubic2d", "_upsample_nearest_exact1d",
+        "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&on_the_cpu>());
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &empty_strided_there);
   m.impl("as_strided", &as_strided);
@@ -1060,6 +1136,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("held", [](int index) { return counts[index].held; });
   m.def("most", [](int index) { return counts[index].most; });
   m.def("made", [](int index) { return counts[index].made; });
+  m.def("slabs", [](int index) { return counts[index].slabs; });
+  m.def("outside", [](int index) { return counts[index].outside; });
+  m.def("record_blocks", [](bool on) {
+    records = on;
+    return std::exchange(record, {});
+  });
+  m.def("new_pool", [] { return ++pools_made; });
+  m.def("use_pool", [](int64_t pool) { current_pool = pool; });
+  m.def("allocate", [](size_t size) {
+    auto block = device_memory.allocate(size);
+    return reinterpret_cast<int64_t>(block.release_context());
+  });
+  m.def("free", [](int64_t address) { give_back(reinterpret_cast<void*>(address)); });
   m.def("forget_most", [](int index) { counts[index].most = counts[index].held; });
   m.def("limit", [](int index, double share) { counts[index].limit = int64_t(share * double(kTotal)); });
   m.def("total", [] { return kTotal; });

@@ -18,9 +18,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        ("test_gpu", "bits and gpt2-fp32 or memory or host or seeding or parts"),
-        pytest.param("test_gpu", "", marks=pytest.mark.slow),
-        pytest.param("test_offload_gpu", "", marks=pytest.mark.slow),
+        ("runtime/test_gpu", "bits and gpt2-fp32 or memory or host or seeding or parts"),
+        pytest.param("runtime/test_gpu", "", marks=pytest.mark.slow),
+        pytest.param("runtime/test_offload_gpu", "", marks=pytest.mark.slow),
+        ("cuda_stand_in/slab", ""),
     ],
 )
 def test_what_needs_a_device_passes_on_a_stand_in(file: str, which: str) -> None:
@@ -30,7 +31,7 @@ def test_what_needs_a_device_passes_on_a_stand_in(file: str, which: str) -> None
         "STAND_IN_WORKSPACE": "1048576"
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_stand_in", *words, f"tests/runtime/{file}.py"],
+        [sys.executable, "-m", "tests.cuda_stand_in", *words, f"tests/{file}.py"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
