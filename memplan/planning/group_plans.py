@@ -151,18 +151,18 @@ class GroupPlans:
         return self._without_search.with_schedule(problem, plan, limit, self._limits.less_margin(limit)) is not None
 
     def take_over(self, plan: Plan) -> None:
-        """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""
+        """Settle what a first plan decides for the later ones, from a plan that may come from elsewhere."""
         self._placement.take_over(plan)
         self._limits.reset(self._limits.budget_bytes or plan.problem.budget_bytes)
 
     def _facts(self, captured: Capture) -> tuple[object, ...]:
         """What a plan depends on, beside the budget."""
-        settings, device = self._settings, captured.traced.device
+        settings, limits, placement, device = self._settings, self._limits, self._placement, captured.traced.device
         needs = None if settings.optimizer is None else optimizer_memory(settings.optimizer, device)[:2]
         return (
-            _of_any_rank(captured.traced.graph), device_name(device), needs, self._limits.accumulate, settings.grads,
-            settings.costs, settings.search, self._placement.host_budget, self._placement.known_link, settings.update,
-            settings.in_flight, settings.surroundings, settings.keep_frozen, settings.arena,
+            _of_any_rank(captured.traced.graph), device_name(device), needs, limits.accumulate, limits.keeps_written,
+            settings.grads, settings.costs, settings.search, placement.host_budget, placement.known_link,
+            settings.update, settings.in_flight, settings.surroundings, settings.keep_frozen, settings.arena,
         )  # fmt: skip
 
 

@@ -412,6 +412,19 @@ def out_of_memory() -> str | None:
 
 
 @nothing_remembered()
+def copies_of_buffers() -> str | None:
+    """The rank that keeps copies of buffers, to run steps again, counts them in its plan."""
+    layers = (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    net = nn.Sequential(*layers).train()
+    planned(net, batch(), "1GiB", on_oom="replan" if rank() else "raise", loss_fn=lambda net, x: net(x).square().mean())
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    plain, kept = told_by_all(plan.problem.extra_resident_bytes)
+    buffer_bytes = sum(buffer.nbytes for buffer in net.buffers())
+    return None if kept - plain == buffer_bytes else f"{kept} and {plain} bytes beside the step"
+
+
+@nothing_remembered()
 def alone_with_gathers() -> str | None:
     """One rank runs out of memory in a step that has run collectives: it raises, and the others when they next ask."""
 
@@ -496,6 +509,7 @@ CELLS = {
     "prepared, with gathers": Cell(prepared_gathers),
     "looks on": Cell(looks_on),
     "out of memory": Cell(out_of_memory),
+    "copies of buffers": Cell(copies_of_buffers),
     "out of memory with gathers": Cell(alone_with_gathers),
     "dies in backward": Cell(dies, alone=True),
     "dies between steps": Cell(dies_between, full=True, alone=True),
