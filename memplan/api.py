@@ -83,7 +83,7 @@ def apply(
         the step; the planned model is then called with those arguments and returns the loss.
     - optimizer: counts its state and its `step()` into the budget.
     - device: plan for a sample that is on another device than the model.
-    - costs: "measure" times each distinct op on the model's device; "estimate" runs nothing, and knows nothing of
+    - costs: "measure" times each distinct op on the model's device; "estimate" times none, and knows nothing of
         kernel scratch, by which a step may then exceed the budget. A `Roofline` estimates for a device of that speed:
         with `device="cpu"` and a model on the meta device, `plan` tells what a large model would take on a card.
     - accumulate: gradients of earlier micro-batches are held while the step runs.
@@ -155,12 +155,12 @@ def apply(
 
     Returns the same model, without a plan where `MEMPLAN_DISABLE` is set. Raises BudgetInfeasible (with the smallest
     budget that can be met), UnsupportedModel, PlanMismatch (`plan` belongs to another step), ValueError or TypeError
-    (bad arguments); then nothing has changed.
+    (bad arguments); then the model is as it was.
     """
     if is_disabled():
         needs = [name for name, given in (("init", init), ("shards", shards)) if given is not None]
         return leave_unplanned(model, loss_fn, needs[0] if needs else None)
-    # 1. Arguments are checked; nothing has changed yet.
+    # 1. Arguments are checked. PyTorch's allocator alone is set anew, for plans are made for its setting.
     refuse_no_module(model)
     one_of("on_mismatch", on_mismatch, get_args(OnMismatch))
     one_of("on_oom", on_oom, get_args(OnOutOfMemory))
@@ -272,7 +272,8 @@ def named_budget(budget: BudgetLike | None, model: nn.Module, device: torch.devi
     budget = budget_of_environment() if budget is None else budget
     if budget is not None and budget != AUTOMATIC:
         return budget
-    return automatic_bytes(model_device(model) if device is None else torch.device(device))
+    shards = _sharded(model)  # whose parts may be on the host
+    return automatic_bytes(torch.device(device or (shards and shards.device) or model_device(model)))
 
 
 def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **settings: Any) -> Plan:

@@ -17,6 +17,7 @@ from torch import nn
 
 import memplan
 from memplan import torch_private as private
+from memplan.api import named_budget
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capturable import check_devices
@@ -647,6 +648,12 @@ def test_segments_expand_before_anything_is_planned(
     assert segments.told == ["garbage_collection_threshold:0.8,expandable_segments:True"], "once, and beside the others"
     assert caplog.text.count("expandable_segments:True from now on") == 1
     prepare_allocator(torch.device("cpu"))
+
+
+def test_without_a_budget_that_of_the_device_is_taken_where_parts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    Segments(monkeypatch, "")
+    monkeypatch.setattr("memplan.api._sharded", lambda model: SimpleNamespace(device=CUDA))  # its parts are on the host
+    assert named_budget(None, nn.Linear(4, 4), None) == named_budget("auto", nn.Linear(4, 4), None) == 80 * MIB
 
 
 @pytest.mark.parametrize("reason", ["settings", "environment", "backend", "platform", "driver"])
