@@ -13,7 +13,6 @@ from typing import Any, Literal
 import torch
 
 from memplan import torch_private as private
-from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
 from memplan.capture.trace.call import Call
@@ -32,11 +31,6 @@ from memplan.units import format_bytes
 
 _LEAST = 0.001  # a margin that matters
 _SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by so much: costs are wrong
-
-
-def has_varying_islands(step: PlannedStep) -> bool:
-    """Whether a call that could not be traced saves more or less from step to step."""
-    return any(isinstance(k.target, IslandKernel) and k.target.island.varies for k in step.capture.traced.kernels)
 
 
 class Comparison:
@@ -73,8 +67,8 @@ class Comparison:
         if not self._comparable:
             return
         watched, is_first, self._is_first = self._step.runner.watch, self._is_first, False
-        if has_varying_islands(self._step):
-            self._step.runner.watch = self._observer(1 << self._compared >> 2)
+        if any(island.varies for island in self._step.capture.traced.islands):
+            self._step.runner.watch = self._observer((1 << self._compared) >> 2)
         self._compared += 1
         if not is_first and (watched is None or watched.forwards > 1):
             return  # another forward may have been there when this one began
@@ -139,7 +133,8 @@ class Recovery:
         step.runner.rescue = functools.partial(self._rescue, step)
         step.runner.before_backward = functools.partial(self._choice.tell_of_backward, step)
         step.runner.keeps_buffers = self.on_oom == "replan"
-        if not step.provisional and (self._comparison is None or has_varying_islands(step)):
+        varies = any(island.varies for island in step.capture.traced.islands)
+        if not step.provisional and (self._comparison is None or varies):
             comparison = Comparison(self._choice, step, self._comparison is None)
             self._comparison = self._comparison or comparison
 
@@ -257,9 +252,8 @@ class Recovery:
             self._after_out_of_memory(step, problem, repeats)
             return
         way = way_of(problem)
-        kernels = step.capture.traced.kernels if isinstance(step, PlannedStep) else ()
         # Another run would leave a trace in Python.
-        once = any(k.target.island.once for k in kernels if isinstance(k.target, IslandKernel))
+        once = isinstance(step, PlannedStep) and any(island.once for island in step.capture.traced.islands)
         if isinstance(way, MakeNoIsland) and repeats and not self._choice.is_fixed and not once:
             log.warning("planning again, because %s", problem)
             self._choice.planner.capturing.make_no_island_of(way.called, str(problem))

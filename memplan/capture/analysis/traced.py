@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.capture.ops.island import Island
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Sizes
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.raw_trace import Guard, StepNotes
@@ -134,6 +136,12 @@ class Traced(StepNotes):
     def fx_graph(self) -> fx.Graph:
         """The trace, whose nodes kernels, roots and the rest are about."""
         return self.kernels[0].node.graph
+
+    @property
+    def islands(self) -> list[Island]:
+        """Its calls that are islands, in order."""
+        targets = (kernel.target for kernel in self.kernels)
+        return [target.island for target in targets if isinstance(target, IslandKernel) and target.forward]
 
     @property
     def forward_ops(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Run a program under autograd: one Function for the whole step, with nothing kept outside its context.
+"""Run a program under autograd: one Function for the whole step.
 
 Parameters are not inputs of the Function. An empty anchor tensor connects it to autograd, and each gradient is handed
 over in the middle of backward, as soon as it is final. Under grads="edges" parameters are inputs, and backward returns
@@ -20,7 +20,6 @@ from memplan import torch_private as private
 from memplan.capture.analysis.gradients import routes_of_gradients
 from memplan.capture.capture import Capture
 from memplan.capture.key import switches_of_ops
-from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import Layout
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.ops.ways import MakeNoIsland, OtherResults, way_of
@@ -78,8 +77,7 @@ class Runner:
         self._sizes, self._steering = traced.sizes, plan.steering
         self._draws = any(op.random for op in traced.graph.ops[: traced.graph.boundary])
         self._decisions = tuple(decision.output for decision in traced.decisions)  # outputs that say which branches
-        kernels = [kernel.target for kernel in traced.kernels if isinstance(kernel.target, IslandKernel)]
-        islands = [kernel.island for kernel in kernels if kernel.forward]
+        islands = traced.islands
         self._once, self._has_islands = [island for island in islands if island.once], bool(islands)
         self._routes = routes_of_gradients(traced) if islands else {}
         self.unlike = [island.title for island in islands if not island.alike]
