@@ -28,7 +28,7 @@ Mismatches = dict[int, str | None]  # by kind of step: what keeps it from servin
 
 
 class KnownSteps:
-    """The steps of one model, one for each kind of call, the last one used first.
+    """The steps of one model, one or more for each kind of call, the last one used first.
 
     - limits: with the budget. held: gradients of earlier steps.
     - declined: steps that the present call has left by another branch, and where.

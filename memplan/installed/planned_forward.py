@@ -36,9 +36,9 @@ _COPIED = "a copy of a planned model has no plan; where it trains, call memplan.
 
 
 class PlannedForward:
-    """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
+    """Stands in for `model.forward`: runs plans in training, the original for evaluation and for tracers.
 
-    - original: the forward that was there before.
+    - original: the forward that was there before. In eval mode it runs where the model was planned in train mode.
     - agreement: see `StepChoice`. on_mismatch, on_oom: as for `memplan.apply`.
     - choice: which step serves a call. recovery: what it takes to go on where a step can't.
     - passes: calls that run without a plan.
@@ -62,7 +62,7 @@ class PlannedForward:
 
     @property
     def steps(self) -> list[ServingStep]:
-        """One step for each kind of call, the last one used first."""
+        """The steps, one or more for each kind of call, the last one used first."""
         return self.choice.known.all
 
     @property

@@ -45,7 +45,7 @@ class Limits:
 
     @property
     def known_bytes(self) -> int | None:
-        """The budget in bytes; None where it is a fraction and there is no plan yet."""
+        """The budget of the device in bytes; None where it depends on the step and there is no plan yet."""
         budget = self._settings.budget
         return self.budget_bytes or (None if budget is None else device_bytes(budget))
 

@@ -14,7 +14,7 @@ from memplan.errors import UnsupportedModel
 from memplan.planning.homes import Movable, all_names, movables, with_homes, with_shards
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
-from memplan.problem.budgets import limit_bytes
+from memplan.problem.budgets import bytes_of_limit
 from memplan.problem.data import Link, Roofline
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.place import bring_states, materialise, place
@@ -31,7 +31,7 @@ class Placement:
 
     - host: names of the parameters that live on the host; None until a plan with a host budget has decided that.
     - host_budget: the most bytes of host memory that a step may use; None where nothing is offloaded.
-    - device: where steps run; None is the sample's device.
+    - device: where steps run; None is the model's device.
     - gathers: of sharded parameters, shared by all steps. All ranks run one schedule.
     - known_link: the speed of copies, where it was given or comes with a plan.
     - network: the speed of collectives, as ranks have measured it, or a Roofline says it.
@@ -40,7 +40,7 @@ class Placement:
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model, self._settings = model, settings
-        self.host_budget = None if settings.most_on_host is None else limit_bytes(settings.most_on_host, 0)
+        self.host_budget = None if settings.most_on_host is None else bytes_of_limit(settings.most_on_host, 0)
         self._sharded = settings.shards if isinstance(settings.shards, ShardedModel) else None
         self._stay = settings.surroundings.keeps_parameters or (settings.shards is not None and self._sharded is None)
         self.host: frozenset[str] | None = None
@@ -82,7 +82,7 @@ class Placement:
         return self.known_link or measure_link(device)
 
     def take_over(self, plan: Plan) -> None:
-        """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""
+        """Settle what a first plan decides for the later ones, from a plan that may come from elsewhere."""
         if plan.problem.link is None:
             return
         if not self._stay:

@@ -1,4 +1,4 @@
-"""The fastest known schedule within the budget, for steps that are captured whole.
+"""The fastest known schedule within the budget, and fronts that later processes read.
 
 Fronts of earlier processes are on disk, by all that a search depends on: the problem, its configuration, the solvers.
 

@@ -12,7 +12,6 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
-from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import Layout
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import Varying
@@ -49,10 +48,10 @@ _Found = tuple[Plan, Capture] | Refused
 
 
 class Planner:
-    """Steps of one model, one for each kind of call, with a plan each.
+    """Steps of one model, for each kind of call, with a plan each.
 
-    Each subject has one owner, and only that changes it: `limits` has the budget, `placement` knows where parameters
-    live, `capturing` knows when forward is run on the sample. grouped: other ranks plan the same steps.
+    Each subject has one owner, which alone changes it once `apply` has set it up: `limits` has the budget, `placement`
+    knows where parameters live, `capturing` when forward is run on the sample. grouped: other ranks plan the same.
 
     A refusal is returned in place of a plan or a step. `join`, and `step` with a `share`, raise it, because errors of
     one rank are raised on all. `problem`, `adopt` and `is_same`, which no other step could replace, raise it too.
@@ -230,7 +229,7 @@ class Planner:
         return found if isinstance(found, Refused) else self._lowered(found[1], found[0])
 
     def _or_unplanned(
-        self, step: PlannedStep | Refused, sample: Sample | Call, known: Sequence[ServingStep], islands: Sequence[str]
+        self, step: PlannedStep | Refused, sample: Sample | Call, known: Sequence[ServingStep], reasons: Sequence[str]
     ) -> ServingStep | Refused:
         """The step of a capture with islands, or an unplanned one where no plan fits.
 
@@ -238,14 +237,14 @@ class Planner:
         step to step: an island around them then saves at one time what all of them save. The budget is then one byte
         less than such a plan needs.
         """
-        unplanned = functools.partial(self._unplanned.step, sample, known, UnsupportedModel("; ".join(islands)))
+        unplanned = functools.partial(self._unplanned.step, sample, known, UnsupportedModel("; ".join(reasons)))
         if isinstance(step, BudgetInfeasible):
             other = unplanned()
             return step if isinstance(other, Refused) else other  # the refusal says what a plan would need
         if isinstance(step, Refused) or not self.settings.wants_least or step.capture.traced.sizes is not None:
             return step
-        calls = (k.target.island for k in step.capture.traced.kernels if isinstance(k.target, IslandKernel))
-        if not any(i.varies and i.module and layers_of(self.model.get_submodule(i.module)) for i in calls):
+        islands = step.capture.traced.islands
+        if not any(i.varies and i.module and layers_of(self.model.get_submodule(i.module)) for i in islands):
             return step
         limit_bytes = self.limits.budget_bytes
         self.limits.reset(step.plan.peak_bytes - 1)

@@ -111,7 +111,7 @@ class Settings:
 
     @cached_property
     def target_device(self) -> torch.device | None:
-        """The device to plan for; None is the sample's. A CUDA device without a number is the current one."""
+        """The device to plan for; None is the model's. A CUDA device without a number is the current one."""
         try:
             found = None if self.device is None else torch.device(self.device)
         except (RuntimeError, TypeError):

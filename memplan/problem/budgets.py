@@ -32,18 +32,18 @@ _FRACTION = re.compile(r"\s*(?:0?\.\d+|1\.0*)\s*", re.ASCII)
 def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int, floor_bytes: int = 0) -> int:
     """Bytes of a budget, rounded down. floor_bytes: what "min" is."""
     if not isinstance(budget, Budget):
-        return floor_bytes if parsed(budget) == SMALLEST else limit_bytes(budget, unplanned_bytes)
+        return floor_bytes if parsed(budget) == SMALLEST else bytes_of_limit(budget, unplanned_bytes)
     limits = []
     if budget.device is not None:
-        limits.append(limit_bytes(budget.device, unplanned_bytes))
+        limits.append(bytes_of_limit(budget.device, unplanned_bytes))
     if budget.activations is not None:
-        limits.append(resident_bytes + limit_bytes(budget.activations, unplanned_bytes - resident_bytes))
+        limits.append(resident_bytes + bytes_of_limit(budget.activations, unplanned_bytes - resident_bytes))
     if not limits:
         raise ValueError("the Budget sets no limit; give device= or activations=")
     return min(limits)
 
 
-def limit_bytes(budget: int | float | str, whole_bytes: int) -> int:
+def bytes_of_limit(budget: int | float | str, whole_bytes: int) -> int:
     """Bytes of one limit; a fraction is one of `whole_bytes`. Raises TypeError, ValueError."""
     limit = parsed(budget)
     if isinstance(limit, str):

@@ -14,7 +14,7 @@ from typing import Any
 
 from memplan.errors import UnsupportedModel
 
-Calls = tuple[Any, ...]  # autograd functions, paths of modules, classes of modules: a call, and those around it
+Calls = tuple[Any, ...]  # paths of modules, autograd functions and other named ones: a call, and those around it
 
 
 @dataclass(frozen=True, slots=True)
