@@ -16,7 +16,7 @@ from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
-from memplan.runtime.program.step import EagerStep, PlannedStep, ServingStep, step_or_raise
+from memplan.runtime.program.step import PlannedStep, ServingStep, UnplannedStep, step_or_raise
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.units import format_bytes
@@ -305,7 +305,7 @@ class StepChoice:
             step = plan() if unsteady is None else self._without(unsteady, plan)
             if isinstance(step, NothingToTrain) and not self.sharded:
                 log.info("calls like this one run unplanned, because %s", step)
-                step = EagerStep.of(self.model, self.planner.forward, call, call.device_type)
+                step = UnplannedStep.of(self.model, self.planner.forward, call, call.device_type)
             if isinstance(step, BudgetInfeasible) and (longest := self._longest(call, mismatches)) is not None:
                 return step.saying(f". {longest}")
             if isinstance(step, PlannedStep):

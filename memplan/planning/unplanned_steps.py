@@ -20,7 +20,7 @@ from memplan.planning.choosing import unplanned_bytes
 from memplan.planning.problems import Problems
 from memplan.problem.data import Buffers
 from memplan.runtime.program.checkpointed import checkpointing, layers_of, noting_writes
-from memplan.runtime.program.step import EagerStep, ServingStep
+from memplan.runtime.program.step import ServingStep, UnplannedStep
 from memplan.runtime.trial.unplanned_peak import UnplannedPeak, unplanned_peak
 from memplan.units import format_bytes
 
@@ -38,7 +38,7 @@ class UnplannedSteps:
         known: Sequence[ServingStep],
         error: UnsupportedModel,
         below_bytes: float = math.inf,
-    ) -> EagerStep | Refused:
+    ) -> UnplannedStep | Refused:
         """A step for a call that can't be captured, once its peak is known to fit the budget.
 
         - known: steps that there are; the plan of an equal call tells what this one holds unplanned.
@@ -60,7 +60,7 @@ class UnplannedSteps:
         within = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
         how = f"with {len(layers)} layers checkpointed by PyTorch, " if layers else ""
         log.warning("calls like this one run unplanned, %sat %s: %s", how, within, str(error).partition("\n")[0])
-        return EagerStep.of(self._model, self._forward, call, device.type, layers)
+        return UnplannedStep.of(self._model, self._forward, call, device.type, layers)
 
     def _refusal(self, error: UnsupportedModel) -> UnsupportedModel | None:
         """The error, with more text, if no step can run unplanned with these settings, or where the model is."""

@@ -18,7 +18,7 @@ from memplan.costs.known_costs import known_margin, remember_margin
 from memplan.installed import choice
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import plan_search
-from memplan.runtime.program.step import EagerStep, PlannedStep
+from memplan.runtime.program.step import PlannedStep, UnplannedStep
 from memplan.units import format_bytes, parse_bytes
 from tests.capture.test_key import MODEL_CHANGES, SURROUNDINGS, Keyed, outcome, smallest_plan
 from tests.support.meter import LiveMeter
@@ -386,7 +386,7 @@ def test_what_can_not_be_captured_any_more_runs_unplanned_where_that_fits(caplog
     torch.manual_seed(0)
     net, sample = BranchesLater(), torch.randn(64, 8)
     planned = planned_twin(net, sample, 200_000)
-    for branches, kind in ((False, PlannedStep), (True, EagerStep), (False, PlannedStep)):
+    for branches, kind in ((False, PlannedStep), (True, UnplannedStep), (False, PlannedStep)):
         net.branches = planned.branches = branches
         assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
         assert kinds(planned)[0] is kind

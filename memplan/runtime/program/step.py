@@ -256,7 +256,7 @@ class PlannedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class EagerStep:
+class UnplannedStep:
     """A step that runs the model's own forward, for calls that can't be captured and fit the budget as they are.
 
     checkpointed: paths of layers that PyTorch checkpoints in it.
@@ -276,9 +276,9 @@ class EagerStep:
     @staticmethod
     def of(
         model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str, checkpointed: tuple[str, ...] = ()
-    ) -> EagerStep:
-        forward = checkpointing(model, checkpointed, forward)
-        return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
+    ) -> UnplannedStep:
+        forward, arguments = checkpointing(model, checkpointed, forward), ArgumentsKey(call, None, traced=False)
+        return UnplannedStep(forward, arguments, ModesKey(model, device_type), checkpointed)
 
     def mismatch(self, call: Call) -> str | None:
         return self.arguments.mismatch(call) or self.modes.mismatch()
@@ -294,7 +294,7 @@ class EagerStep:
         return self.forward(*call.variadic, **call.arguments)
 
 
-ServingStep = PlannedStep | EagerStep  # serves one kind of call of a model
+ServingStep = PlannedStep | UnplannedStep  # serves one kind of call of a model
 
 
 def step_or_raise(found: ServingStep | Refused) -> ServingStep:
