@@ -193,10 +193,9 @@ class StepChoice:
         # Gradients of an earlier step are there in loops that zero them between forward and backward, or add them up.
         self._held.look("gradients" not in self.voice.said and self.planner.limits.may_hold_gradients)
         if self.is_fixed:
-            why = self._why_no_room()
-            self._held.extra_bytes = 0
-            if why is not None:
+            if (why := self._why_no_room()) is not None:
                 self._tell_of_gradients(why)
+            self._held.extra_bytes = 0
         if self.agreement is None:
             step = self._known_step(call) or step_or_raise(self._plan_call(call))
         else:
@@ -372,8 +371,7 @@ class StepChoice:
         """A sentence that says which size of such a call fits the budget; None where that is not known."""
         limit_bytes, found = self.planner.limits.budget_bytes, None
         for step in () if limit_bytes is None else self.known.of_same_kind(call, mismatches):
-            assert step.sized is not None
-            assert limit_bytes is not None
+            assert step.sized is not None and limit_bytes is not None
             longest = step.sized.longest_within(step.numbers(call), limit_bytes)
             found = max((n for n in (found, longest) if n is not None), default=None)
             sizes = step.capture.traced.sizes

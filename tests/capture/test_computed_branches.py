@@ -199,6 +199,29 @@ def test_what_is_read_by_pytorch_itself_is_left_out() -> None:
     assert [type(plan) for plan in plans(net)] == [memplan.Plan]
 
 
+class CountsClasses(nn.Module):
+    """As many columns as the largest class needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).tanh().mean() * nn.functional.one_hot(y).float().std()
+
+
+def test_classes_that_one_hot_counts_are_read_as_in_eager() -> None:
+    net, plain = twins(CountsClasses)
+    samples = [(batch(), torch.arange(64) % classes) for classes in (10, 10, 7, 10)]
+    applied(net, samples[0], "2MiB")
+    for sample in samples:
+        assert_same_bits(run_steps(plain, sample, 1), run_steps(net, sample, 1))
+    assert [type(plan) for plan in plans(net)] == [memplan.Plan] * 2
+    for model in (plain, net):
+        with pytest.raises(RuntimeError, match="must be non-negative"):
+            model(batch(), torch.arange(64) - 1)
+
+
 class Norm(nn.Module):
     def __init__(self, error: type[Exception]) -> None:
         super().__init__()

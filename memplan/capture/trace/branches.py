@@ -140,6 +140,8 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 def _one_hot(x: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """One-hot rows, with eager's check of classes, which is left out of a trace."""
+    if num_classes == -1 and x.numel() and not private.is_transformed(x):
+        num_classes = int(x.max().item()) + 1
     if num_classes > 0 and not private.is_transformed(x):
         aten._assert_async.msg((x >= 0).all(), "Class values must be non-negative.")
         aten._assert_async.msg((x < num_classes).all(), "Class values must be smaller than num_classes.")
