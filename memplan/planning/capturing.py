@@ -93,8 +93,7 @@ class Capturing:
         call = self.call_of(sample)
 
         def left(run: Forward) -> tuple[Any, ...]:
-            step = functools.partial(run, *call.variadic, **call.arguments)
-            return contextvars.copy_context().run(unplanned_peak, self._model, call, step, 0).left
+            return contextvars.copy_context().run(unplanned_peak, self._model, call, run, 0).left
 
         try:
             plain = left(noting_writes(self._model, found, self.run, written))
