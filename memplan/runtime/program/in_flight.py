@@ -263,7 +263,7 @@ class InFlight:
     - program: which ran it.
     - way: `Shards.way` when forward ran.
     - numbers: of its sizes, where they vary.
-    - decided: booleans that forward has branched on. They stay until then, as the plan says.
+    - decided: booleans that forward has branched on. They stay until backward, as the plan says.
     - first_runs: by name of an island, how it gives again what its first run gave.
     - wrote: islands that wrote to what they did not write to before.
     - python_state: puts back what islands found when forward began; None where that is not known, or of no concern.
