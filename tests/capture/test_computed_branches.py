@@ -199,6 +199,26 @@ def test_what_is_read_by_pytorch_itself_is_left_out() -> None:
     assert [type(plan) for plan in plans(net)] == [memplan.Plan]
 
 
+class ReadsUnderInferenceMode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            largest = x.max().item()
+        return self.linear(x / largest).tanh().mean()
+
+
+def test_numbers_are_read_under_inference_mode_too() -> None:
+    net, plain = twins(ReadsUnderInferenceMode)
+    x = batch()
+    applied(net, x, "2MiB")
+    for sample in (x, 2 * x, x):
+        assert_same_bits(run_steps(plain, sample, 1), run_steps(net, sample, 1))
+    assert [type(plan) for plan in plans(net)] == [memplan.Plan] * 2
+
+
 class CountsClasses(nn.Module):
     """As many columns as the largest class needs."""
 

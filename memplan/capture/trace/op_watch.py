@@ -104,7 +104,7 @@ class OpWatch(private.TorchDispatchMode):
                 )
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
-        if func is private.READ_SCALAR:
+        if func in (private.READ_SCALAR, aten.item.default):  # the second under inference mode
             node = private.tracer_node(args[0])
             if node is not None or not isinstance(args[0], private.FakeTensor):
                 seen = self._notes.next_seen(args[0])

@@ -38,7 +38,8 @@ aten = torch.ops.aten
 
 # These compute nothing. Some are in a trace alone, which copies constants, and looks for shapes that depend on data.
 _COPIES = (aten.clone.default, aten.lift_fresh_copy.default, aten.nonzero.default)
-_NONE = (private.READ_SCALAR, private.READ_DEVICE, FORWARD)  # islands run their own ops
+_READS = (private.READ_SCALAR, aten.item.default)  # the second under inference mode
+_NONE = (*_READS, private.READ_DEVICE, FORWARD)  # islands run their own ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class NotedReads(private.RealOps):
             longest = self.on_op(private.READ_SCALAR, (self.on_op(aten.max.default, (args[3],), {}),), {})
             return self.on_op(private.ctc_loss, (*args[:4], longest, *args[4:]), kwargs)
         self.open_ops += 1
-        result, is_read = self.run_op(func, args, kwargs), func is private.READ_SCALAR
+        result, is_read = self.run_op(func, args, kwargs), func in _READS
         self.open_ops -= 1
         if not self.is_paused:
             self._ops.note(func, args, kwargs, result)
