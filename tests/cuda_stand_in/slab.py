@@ -20,6 +20,7 @@ from memplan.plans.plan import Plan
 from memplan.problem import reserved
 from memplan.problem.data import Requests
 from memplan.runtime.host.arena import StepArena
+from tests.support.reserved_loops import UNet
 from tests.support.zoo import assert_same_bits
 
 pytestmark = pytest.mark.gpu
@@ -66,31 +67,11 @@ def perceptron() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers), torch.randn(2048, 256)
 
 
-class _UNet(nn.Module):
-    """Convolutions at three resolutions, with what each level of the way down hands to the way up."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        widths = [width << level for level in range(3)]
-        self.down = nn.ModuleList(map(self._block, [3, *widths[:-1]], widths))
-        self.join = nn.ModuleList(self._block(3 * w, w) for w in reversed(widths[:-1]))
-
-    def _block(self, there: int, here: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(there, here, 3, padding=1), nn.BatchNorm2d(here), nn.ReLU(inplace=True))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        handed: list[torch.Tensor] = []
-        for level, block in enumerate(self.down):
-            x = block(nn.functional.max_pool2d(x, 2) if level else x)
-            handed.append(x)
-        handed.pop()
-        for join in self.join:
-            x = join(torch.cat((handed.pop(), nn.functional.interpolate(x, scale_factor=2.0)), 1))
-        return x
-
-
 def unet() -> tuple[nn.Module, torch.Tensor]:
-    return _UNet(), torch.randn(8, 3, 64, 64)
+    net = UNet()
+    for index, up in enumerate(net.up):  # the stand-in has no transposed convolutions
+        net.up[index] = nn.Sequential(nn.Upsample(scale_factor=2.0), nn.Conv2d(up.in_channels, up.out_channels, 1))
+    return net, torch.randn(4, 3, 64, 64)
 
 
 def gpt2() -> tuple[nn.Module, torch.Tensor]:

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).with_name("loops")
 _STEPS = 10
 
 
-class _UNet(nn.Module):
+class UNet(nn.Module):
     """Convolutions at four resolutions, with what each level of the way down hands to the way up."""
 
     def __init__(self, width: int = 24) -> None:
@@ -65,8 +65,8 @@ class _Encoder(nn.Module):
 
 
 LOOPS: dict[str, tuple[type[nn.Module], tuple[int, ...], float | str]] = {
-    "unet_most": (_UNet, (8, 3, 128, 128), 0.6),
-    "unet_min": (_UNet, (8, 3, 128, 128), "min"),
+    "unet_most": (UNet, (8, 3, 128, 128), 0.6),
+    "unet_min": (UNet, (8, 3, 128, 128), "min"),
     "encoder_most": (_Encoder, (8, 256, 256), 0.8),
     "encoder_min": (_Encoder, (8, 256, 256), "min"),
 }
