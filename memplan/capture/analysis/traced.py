@@ -140,8 +140,7 @@ class Traced(StepNotes):
     @property
     def islands(self) -> list[Island]:
         """Its calls that are islands, in order."""
-        targets = (kernel.target for kernel in self.kernels)
-        return [target.island for target in targets if isinstance(target, IslandKernel) and target.forward]
+        return [k.target.island for k in self.kernels if isinstance(k.target, IslandKernel) and k.target.forward]
 
     @property
     def forward_ops(self) -> tuple[str, ...]:

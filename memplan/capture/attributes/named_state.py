@@ -291,7 +291,8 @@ class NamedState:
                 self._add_class(value)
                 if value not in self._of_model:  # of `cfg = Config` any attribute may be read
                     there = {n for kind in value.__mro__ if kind is not object for n in vars(kind)}
-                    self._name_attributes(value, there & {*(attributes[:1] or (there if is_own(value) else ()))})
+                    read = attributes[:1] or (there if is_own(value) else ())
+                    self._name_attributes(value, there.intersection(read))
             return
         self._reach_code(value)
 
